@@ -5,7 +5,16 @@ Nothing here imports torch or megatron at import time.
 
 from __future__ import annotations
 
+import enum
+import json
+import sys
+from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatron_patch.util import atomic_write
 
 #: Inclusive lower and exclusive upper bound of the Megatron-Core line that is tested.
 MEGATRON_CORE_MIN = "0.19.2"
@@ -18,3 +27,137 @@ def installed_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+# --- the flags of Megatron's own parser -----------------------------------------------------
+
+#: Generated copy of the flag table, so that help, check and dry run need no Megatron import.
+FLAG_SNAPSHOT = Path(__file__).parent / "training" / "megatron_flags.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFlag:
+    """One option of Megatron's argument parser, without its help text.
+
+    Attributes:
+        options: Option strings as upstream spells them, the first one canonical.
+        dest: Attribute on the namespace.
+        action: ``store``, ``store_true``, ``store_false`` or ``boolean_optional``.
+        nargs: None, ``"+"``, ``"*"`` or a number.
+        type: Name of the converter (``str``, ``int``, ``float``, ``bool``, ``enum`` or the name of
+            an upstream function such as ``moe_freq_type``).
+        choices: Allowed values; enum members by name.
+        default: Default value; enum members by name.
+    """
+
+    options: tuple[str, ...]
+    dest: str
+    action: str
+    nargs: int | str | None
+    type: str
+    choices: tuple[Any, ...] | None
+    default: Any
+
+
+def live_flag_table() -> tuple[MegatronFlag, ...]:
+    """The flags of the installed Megatron's parser, read from the parser itself.
+
+    Imports torch and megatron (seconds). Source: ``megatron/training/arguments.py:
+    add_megatron_arguments``.
+    """
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_megatron_arguments(parser)
+    kinds = {
+        "_StoreAction": "store",
+        "_StoreTrueAction": "store_true",
+        "_StoreFalseAction": "store_false",
+        "BooleanOptionalAction": "boolean_optional",
+    }
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return value.name
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    table = []
+    for action in parser._actions:
+        kind = kinds.get(type(action).__name__)
+        if kind is None:
+            raise RuntimeError(
+                f"Megatron's {action.option_strings} uses argparse action "
+                f"{type(action).__name__}, which _compat.live_flag_table does not know"
+            )
+        enumerated = action.choices and all(isinstance(c, enum.Enum) for c in action.choices)
+        converter = "enum" if enumerated else getattr(action.type, "__name__", "str")
+        table.append(
+            MegatronFlag(
+                options=tuple(action.option_strings),
+                dest=action.dest,
+                action=kind,
+                nargs=action.nargs if kind == "store" else None,
+                type=converter if kind == "store" else "bool",
+                choices=tuple(plain(list(action.choices))) if action.choices else None,
+                default=plain(action.default),
+            )
+        )
+    return tuple(table)
+
+
+@cache
+def flag_table() -> tuple[MegatronFlag, ...]:
+    """Megatron's flags: the snapshot where it is of the installed version, else the live parser.
+
+    Without an installed Megatron (a laptop that only runs ``check``) the snapshot is used as is.
+    """
+    snapshot = json.loads(FLAG_SNAPSHOT.read_text(encoding="utf-8"))
+    installed = installed_version("megatron-core")
+    if installed is not None and installed != snapshot["megatron_core"]:
+        return live_flag_table()
+    return tuple(
+        MegatronFlag(
+            options=tuple(row["options"]),
+            dest=row["dest"],
+            action=row["action"],
+            nargs=row.get("nargs"),
+            type=row.get("type", "bool"),
+            choices=tuple(row["choices"]) if row.get("choices") else None,
+            default=row.get("default"),
+        )
+        for row in snapshot["flags"]
+    )
+
+
+def write_flag_snapshot() -> int:
+    """Regenerate ``training/megatron_flags.json`` from the installed Megatron; returns the count."""
+    rows = []
+    for flag in live_flag_table():
+        row: dict[str, Any] = {"options": flag.options, "dest": flag.dest, "action": flag.action}
+        if flag.nargs is not None:
+            row["nargs"] = flag.nargs
+        if flag.action == "store":
+            row["type"] = flag.type
+        if flag.choices is not None:
+            row["choices"] = flag.choices
+        if flag.default is not None:
+            row["default"] = flag.default
+        rows.append(json.dumps(row))
+    version = json.dumps(installed_version("megatron-core"))
+    body = ",\n".join(rows)
+    atomic_write(FLAG_SNAPSHOT, f'{{"megatron_core": {version}, "flags": [\n{body}\n]}}\n')
+    return len(rows)
+
+
+def main(argv: list[str]) -> int:
+    """``python -m megatron_patch._compat --write-flags`` regenerates the flag snapshot."""
+    if argv != ["--write-flags"]:
+        print("usage: python -m megatron_patch._compat --write-flags", file=sys.stderr)
+        return 2
+    print(f"{FLAG_SNAPSHOT}: {write_flag_snapshot()} flags")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

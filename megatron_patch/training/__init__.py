@@ -1,0 +1,1 @@
+"""Arguments, preflight, batches, loss and the training step."""

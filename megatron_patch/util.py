@@ -1,0 +1,87 @@
+"""Small helpers that every room shares. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+class UserError(ValueError):
+    """A mistake the user can mend: the message names the flag or file, the numbers and the remedy.
+
+    Command-line entry points print it as ``error: ...`` and exit with code 2, without a traceback.
+    """
+
+
+def atomic_write(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Write ``content`` so that a reader sees the old file or the whole new one, never a part.
+
+    Args:
+        path: Target; its directory must exist. An existing file is replaced and keeps its mode.
+        content: Bytes, or text that is written as UTF-8 without newline translation.
+
+    Raises:
+        OSError: The directory is missing or not writable; no temporary file is left behind.
+    """
+    target = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(fd, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        try:
+            mode = target.stat().st_mode & 0o7777
+        except FileNotFoundError:
+            mode = 0o666 & ~_umask()
+        os.chmod(temporary, mode)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_directory(target.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the rename itself durable where the file system allows opening a directory."""
+    try:
+        fd = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass  # some network file systems refuse fsync on a directory; the data itself is synced
+    finally:
+        os.close(fd)
+
+
+def _umask() -> int:
+    """The process's umask; the call can only read it by setting it."""
+    current = os.umask(0o022)
+    os.umask(current)
+    return current
+
+
+def human_bytes(count: float) -> str:
+    """``count`` bytes in binary units: ``1536`` -> ``"1.5 KiB"``, ``512`` -> ``"512 B"``."""
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        count /= 1024
+        if abs(count) < 1024:
+            break
+    return f"{count:.1f} {unit}"
+
+
+def human_count(count: float) -> str:
+    """``count`` things in decimal units: ``1_720_000_000`` -> ``"1.72B"``, ``950`` -> ``"950"``."""
+    if abs(count) < 1000:
+        return f"{count:.0f}"
+    for unit in ("K", "M", "B", "T"):
+        count /= 1000
+        if abs(count) < 1000 or unit == "T":
+            break
+    return f"{count:.3g}{unit}" if abs(count) < 1000 else f"{count:.0f}{unit}"
