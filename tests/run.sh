@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Sets up what is missing and runs the tests: bash tests/run.sh [pytest arguments]
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/examples/_setup.sh"
+mp_setup test
+cd "$root"
+exec "$MP_PYTHON" -m pytest "$@"
