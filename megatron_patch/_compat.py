@@ -28,6 +28,24 @@ def installed_version(distribution: str) -> str | None:
     except metadata.PackageNotFoundError:
         return None
 
+
+def version_in(version: str | None, specifier: str) -> bool:
+    """Is ``version`` inside a PEP 440 specifier? A missing one is not; pre-releases count."""
+    from packaging.specifiers import SpecifierSet
+
+    return version is not None and SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+def core_problem() -> str | None:
+    """Why the installed Megatron-Core cannot be used, with the remedy; None if it can."""
+    wanted = f">={MEGATRON_CORE_MIN},<{MEGATRON_CORE_BELOW}"
+    installed = installed_version("megatron-core")
+    if version_in(installed, wanted):
+        return None
+    state = "is not installed" if installed is None else f"{installed} is installed"
+    return f"megatron-core {wanted} is needed, {state}: pip install 'megatron-core{wanted}'"
+
+
 # --- the flags of Megatron's own parser -----------------------------------------------------
 
 #: Generated copy of the flag table, so that help, check and dry run need no Megatron import.
