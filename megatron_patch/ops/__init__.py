@@ -1,0 +1,1 @@
+"""Building blocks for machines without Transformer Engine: CPUs and GPUs alike."""

@@ -1,0 +1,1 @@
+"""What makes one code base run on CPU ranks and on GPUs."""

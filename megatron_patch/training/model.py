@@ -1,0 +1,70 @@
+"""From resolved arguments to the model configuration that Megatron-Core builds from."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_patch.models.family import ModelSpec
+
+
+def mask_padded_vocab(model: Any, true_vocab_size: int) -> None:
+    """Keep the rows that only pad the vocabulary out of softmax and decoding.
+
+    Registers a hook on the output layer that sets the logits of padded columns to the smallest
+    finite value, on the rank that holds them. Their gradient is zero, so their weights never move.
+    Nothing is registered where the vocabulary needs no padding.
+
+    Args:
+        model: a `GPTModel` stage.
+        true_vocab_size: rows of the embedding in the HF checkpoint.
+    """
+    layer = getattr(model, "output_layer", None)
+    if layer is None or model.vocab_size == true_vocab_size:
+        return
+    per_rank = layer.output_size_per_partition
+    first_padded = true_vocab_size - layer.tp_group.rank() * per_rank
+
+    def hook(_module: Any, _args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        import torch
+
+        logits, bias = output
+        start = true_vocab_size if logits.shape[-1] != per_rank else first_padded
+        if start >= logits.shape[-1]:
+            return output
+        # torch.cat would copy 1/8 GiB a step; a mask of one row broadcasts.
+        column = torch.arange(logits.shape[-1], device=logits.device)
+        return logits.masked_fill(column >= start, torch.finfo(logits.dtype).min), bias
+
+    layer.register_forward_hook(hook)
+
+
+def model_config(args: Namespace, spec: ModelSpec | None) -> Any:
+    """The `GPTModelConfig` for `args`, with this library's hooks.
+
+    Args:
+        args: validated Megatron arguments.
+        spec: the family's resolution of `config.json`; None for a model given by Megatron flags.
+
+    Returns:
+        A `megatron.training.models.gpt.GPTModelConfig`. Hooks run on every stage before it is
+        wrapped for data parallelism.
+    """
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    config = gpt_config_from_args(args)
+
+    def before_wrapping(stages: list[Any]) -> list[Any]:
+        from megatron_patch.models.rope import apply_rope
+
+        for stage in stages:
+            if spec is not None:
+                apply_rope(stage, spec.rope)
+                mask_padded_vocab(stage, spec.true_vocab_size)
+        return stages
+
+    config.pre_wrap_hooks = [*config.pre_wrap_hooks, before_wrapping]
+    return config
