@@ -40,7 +40,7 @@ _MISSING: Any = object()
 
 
 class PatchError(UserError):
-    """A patch cannot be applied: its target is gone or changed, or two patches want the same place."""
+    """A patch cannot be applied: its target is gone, changed, or replaced by another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,7 +557,7 @@ def main(argv: list[str]) -> int:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    """One block per group, wide fields on lines of their own: a terminal's 80 columns are enough."""
+    """One block per group, wide fields on lines of their own: a narrow terminal is enough."""
     for group in dict.fromkeys(row["group"] for row in rows):
         members = [row for row in rows if row["group"] == group]
         print(f"[{group}] {len(members)} patches")

@@ -1,4 +1,4 @@
-"""The checkpoint tracker file is emptied before it is written, and an empty one ends a run with status 0.
+"""The checkpoint tracker is emptied before it is written; an empty one ends a run with status 0.
 
 A job killed between the two leaves ``latest_checkpointed_iteration.txt`` empty; the next start
 prints "Exiting", trains nothing and tells its scheduler that all went well.
@@ -18,6 +18,7 @@ from megatron_patch.util import UserError, atomic_write
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _CHECKPOINTING = "megatron.training.checkpointing"
+_UPSTREAM = "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/checkpointing.py"
 
 
 class _AtomicText(io.StringIO):
@@ -34,7 +35,7 @@ class _AtomicText(io.StringIO):
 
 
 class TrackerSafeStorage:
-    """Upstream's storage switch, except that the tracker file on a local disk is replaced at once."""
+    """Upstream's storage switch; only the tracker file on a local disk is replaced in one go."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -64,8 +65,8 @@ def fail_on_bad_tracker(read_metadata: Callable[[str], Any]) -> Callable[[str], 
             found = sorted(entry.name for entry in folder.glob("iter_*")) or ["no checkpoint"]
             raise UserError(
                 f"{tracker_filename} names no iteration (it was cut off while being written); the "
-                f"folder holds {', '.join(found[-3:])}: write the number of the last whole one into "
-                "it, or delete the file to start anew"
+                f"folder holds {', '.join(found[-3:])}: write the number of the last whole one "
+                "into it, or delete the file to start anew"
             ) from stop
 
     return wrapper
@@ -79,9 +80,9 @@ PATCHES = (
         func="megatron_patch.patches.tracker_file:TrackerSafeStorage",
         evidence=f"{_CHECKPOINTING}.save_checkpoint",
         fingerprint=("9952b9a7d2e60716",),
-        why="the tracker file is opened for writing and then written: a job killed in between leaves "
-        "it empty",
-        upstream="https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/checkpointing.py",
+        why="the tracker file is opened for writing and then written: a job killed in between "
+        "leaves it empty",
+        upstream=_UPSTREAM,
         remove_when="save_checkpoint writes the tracker by rename",
     ),
     Patch(
@@ -91,7 +92,7 @@ PATCHES = (
         func="megatron_patch.patches.tracker_file:fail_on_bad_tracker",
         fingerprint=("b66724d72b296c58",),
         why="an empty or damaged tracker file ends the run with exit status 0 before any training",
-        upstream="https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/checkpointing.py",
+        upstream=_UPSTREAM,
         remove_when="read_metadata raises in place of calling sys.exit()",
     ),
 )
