@@ -1,0 +1,282 @@
+"""Weight rules: how one Megatron tensor is made of Hugging Face tensors, and back.
+
+A rule is data. It names a logical weight (`layout` knows today's checkpoint key), the HF tensors
+with their shapes, and an operation that knows its inverse. Rules see whole tensors; splitting them
+over ranks belongs to Megatron's ``sharded_state_dict``.
+
+HF names are those of saved files, never of live modules: transformers 5 fuses MoE parameters in
+memory only.
+
+Shape legend: V vocabulary, H hidden, G query groups, Q queries per group, D head size, F MLP size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_patch.convert import layout
+from megatron_patch.util import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_patch.models.family import ModelSpec
+
+#: Buffers in older HF files that every reader recomputes.
+DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+#: Where HF keeps the output layer, and what it repeats in a tied model's file.
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class Operation(Protocol):
+    """A change of layout together with its inverse; dtype, device and every bit are kept."""
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """HF tensors to the Megatron tensor."""
+
+    def inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """The Megatron tensor to HF tensors, in the same order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """The same tensor under another name."""
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """One tensor, unchanged."""
+        (part,) = parts
+        return part
+
+    def inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """One tensor, unchanged."""
+        return (whole,)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQKV:
+    """Query, key and value rows interleaved by query group: ``[q * Q, k, v]`` for each of G groups.
+
+    Works for weights ``[rows, H]`` and biases ``[rows]``. Source of the layout:
+    ``megatron/core/transformer/attention.py: get_query_key_value_tensors``.
+
+    Attributes:
+        groups: G.
+        queries: Q, query heads per group.
+        head_dim: D.
+    """
+
+    groups: int
+    queries: int
+    head_dim: int
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """``[G*Q*D, ...], [G*D, ...], [G*D, ...]`` to ``[G*(Q+2)*D, ...]``."""
+        import torch
+
+        by_group = [part.reshape(self.groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(by_group, dim=1).flatten(0, 1)
+
+    def inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """``[G*(Q+2)*D, ...]`` to query, key and value."""
+        rows = (self.queries * self.head_dim, self.head_dim, self.head_dim)
+        by_group = whole.reshape(self.groups, sum(rows), *whole.shape[1:])
+        starts = (0, rows[0], rows[0] + rows[1])
+        return tuple(
+            by_group.narrow(1, start, count).flatten(0, 1)
+            for start, count in zip(starts, rows, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GatedUp:
+    """Gate rows above up rows: ``[F, ...], [F, ...]`` and ``[2F, ...]``."""
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """Gate and up to one tensor."""
+        import torch
+
+        return torch.cat(parts, dim=0)
+
+    def inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """One tensor to gate and up."""
+        return whole.chunk(2, dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class PadVocab:
+    """Zero rows after the vocabulary's; they are dropped on the way back.
+
+    Attributes:
+        rows: V, the true size.
+        padded: The padded size.
+    """
+
+    rows: int
+    padded: int
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """``[V, H]`` to ``[padded, H]``."""
+        (part,) = parts
+        if self.padded == self.rows:
+            return part
+        whole = part.new_zeros((self.padded, *part.shape[1:]))
+        whole[: self.rows] = part
+        return whole
+
+    def inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """``[padded, H]`` to ``[V, H]``."""
+        return (whole[: self.rows],)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One Megatron tensor and the HF tensors that it is made of.
+
+    Attributes:
+        name: Logical name of the weight, see `layout`.
+        hf: HF names, in the order that the operation takes them.
+        shapes: The HF tensors' shapes.
+        operation: What is done.
+    """
+
+    name: str
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    operation: Operation = Rename()
+
+
+def to_megatron(
+    hf_tensors: Mapping[str, Tensor], spec: ModelSpec, *, grouped_experts: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Turn the tensors of an HF model into those of a Megatron model, one at a time.
+
+    Names are checked before the first tensor is touched. A tied model may bring its output layer
+    along, as some files do, as long as it equals the embedding.
+
+    Args:
+        hf_tensors: Name in the saved files -> whole tensor; may load lazily.
+        spec: The resolved model.
+        grouped_experts: Names of grouped-GEMM experts instead of sequential ones.
+
+    Yields:
+        Name in the Megatron model's state dict (TP1, PP1, EP1) and tensor.
+
+    Raises:
+        UserError: A tensor is missing, left over or of another shape than the config says.
+    """
+    rules = spec_rules(spec)
+    given = {name for name in hf_tensors if not DERIVED.search(name)}
+    expected = {name for rule in rules for name in rule.hf}
+    if spec.tied and HEAD in given:
+        _check_tied(hf_tensors)
+        given.discard(HEAD)
+    _refuse_differences("the Hugging Face checkpoint", given, expected)
+    for rule in rules:
+        parts = tuple(hf_tensors[name] for name in rule.hf)
+        for name, part, shape in zip(rule.hf, parts, rule.shapes, strict=True):
+            if tuple(part.shape) != shape:
+                raise UserError(
+                    f"{name} is {list(part.shape)} in the checkpoint, but config.json says "
+                    f"{list(shape)}. The files and the config belong to different models."
+                )
+        key = layout.checkpoint_key(rule.name, grouped_experts=grouped_experts)
+        yield key, rule.operation.forward(parts)
+
+
+def to_hf(
+    megatron_tensors: Mapping[str, Tensor],
+    spec: ModelSpec,
+    *,
+    grouped_experts: bool = False,
+    tied_head: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """The inverse of `to_megatron`: same tensors, same bits, without the padded rows.
+
+    Args:
+        megatron_tensors: Name in the state dict -> whole tensor. ``_extra_state`` entries, which
+            hold bookkeeping of low-precision kernels, are skipped.
+        spec: The resolved model.
+        grouped_experts: As in `to_megatron`.
+        tied_head: Write a tied model's output layer too, for sources that had it in their files.
+
+    Yields:
+        Name in HF files and tensor. Tensors may be views of the given ones.
+
+    Raises:
+        UserError: A tensor is missing, left over or of another shape than the config says.
+    """
+    rules = spec_rules(spec)
+    given = {name for name in megatron_tensors if not name.endswith("_extra_state")}
+    keys = {
+        layout.checkpoint_key(rule.name, grouped_experts=grouped_experts): rule for rule in rules
+    }
+    _refuse_differences("the Megatron model", given, set(keys))
+    for key, rule in keys.items():
+        whole = megatron_tensors[key]
+        expected = _megatron_shape(rule)
+        if tuple(whole.shape) != expected:
+            raise UserError(
+                f"{key} is {list(whole.shape)} in the Megatron model, but config.json says "
+                f"{list(expected)}. The checkpoint and the config belong to different models."
+            )
+        for name, part in zip(rule.hf, rule.operation.inverse(whole), strict=True):
+            yield name, part
+            if tied_head and spec.tied and name == EMBEDDING:
+                yield HEAD, part.clone()
+
+
+def spec_rules(spec: ModelSpec) -> tuple[Rule, ...]:
+    """The rules of a resolved model; every name of either side stands in exactly one of them.
+
+    Raises:
+        ValueError: The family's rules name a tensor twice (a mistake in the family).
+    """
+    from megatron_patch.models.registry import get_family
+
+    rules = get_family(spec.family).rules(spec)
+    for side, names in (
+        ("Hugging Face", Counter(name for rule in rules for name in rule.hf)),
+        ("Megatron", Counter(layout.checkpoint_key(rule.name) for rule in rules)),
+    ):
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ValueError(f"{side} names covered by two rules: {_some(twice)}")
+    return rules
+
+
+def _megatron_shape(rule: Rule) -> tuple[int, ...]:
+    """Shape of the rule's result, found without data."""
+    import torch
+
+    parts = tuple(torch.empty(shape, device="meta") for shape in rule.shapes)
+    return tuple(rule.operation.forward(parts).shape)
+
+
+def _check_tied(hf_tensors: Mapping[str, Tensor]) -> None:
+    import torch
+
+    if EMBEDDING in hf_tensors and not torch.equal(hf_tensors[HEAD], hf_tensors[EMBEDDING]):
+        raise UserError(
+            f"config.json ties the embeddings, but {HEAD} differs from {EMBEDDING} in the "
+            f"checkpoint. Set tie_word_embeddings to false, or remove the stale {HEAD}."
+        )
+
+
+def _refuse_differences(what: str, given: set[str], expected: set[str]) -> None:
+    missing, extra = sorted(expected - given), sorted(given - expected)
+    if missing or extra:
+        lacks = f"lacks {len(missing)} tensors ({_some(missing)})" if missing else ""
+        holds = f"holds {len(extra)} tensors too many ({_some(extra)})" if extra else ""
+        raise UserError(
+            f"{what} does not match config.json: it {' and '.join(filter(None, (lacks, holds)))}. "
+            f"Check that the weights and config.json are of the same model."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f", ... {len(names) - 5} more" if len(names) > 5 else "")

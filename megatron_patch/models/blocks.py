@@ -1,0 +1,311 @@
+"""Parts that families share: config readers, layer plans, and the keys that change nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch.convert.rules import GatedUp, GroupedQKV, PadVocab, Rename, Rule
+from megatron_patch.models.family import (
+    VOCAB_MULTIPLE,
+    LayerSpec,
+    ModelSpec,
+    Only,
+    Reader,
+    padded_vocab_size,
+)
+from megatron_patch.util import UserError
+
+if TYPE_CHECKING:
+    from megatron_patch.models.hf_config import HFConfig
+
+_NUMBER = (int, float)
+
+#: Keys that record how a file was made or how text is generated.
+INERT: tuple[tuple[str, str], ...] = (
+    ("_attn_implementation", "which attention kernel transformers picks"),
+    ("_attn_implementation_autoset", "which attention kernel transformers picks"),
+    ("_attn_implementation_internal", "which attention kernel transformers picks"),
+    ("_commit_hash", "bookkeeping"),
+    ("_flash_attn_2_enabled", "which attention kernel transformers picks"),
+    ("_name_or_path", "bookkeeping"),
+    ("attn_implementation", "which attention kernel transformers picks"),
+    ("bos_token_id", "the tokenizer's"),
+    ("chunk_size_feed_forward", "no decoder of these families reads it"),
+    ("do_sample", "generation"),
+    ("dtype", "stored precision; training's is --precision"),
+    ("eos_token_id", "the tokenizer's"),
+    ("id2label", "classification heads"),
+    ("label2id", "classification heads"),
+    ("max_length", "generation"),
+    ("max_new_tokens", "generation"),
+    ("max_sequence_length", "written by early Llama converters, read by nothing"),
+    ("output_attentions", "what transformers returns"),
+    ("output_hidden_states", "what transformers returns"),
+    ("pad_token_id", "padding carries no loss here, so its embedding row learns nothing anyway"),
+    ("problem_type", "classification heads"),
+    ("repetition_penalty", "generation"),
+    ("return_dict", "what transformers returns"),
+    ("task_specific_params", "generation"),
+    ("temperature", "generation"),
+    ("tokenizer_class", "the tokenizer's"),
+    ("top_k", "generation"),
+    ("top_p", "generation"),
+    ("torch_dtype", "stored precision; training's is --precision"),
+    ("transformers.js_config", "deployment in a browser"),
+    ("transformers_version", "bookkeeping"),
+    ("unk_token_id", "the tokenizer's"),
+    ("use_cache", "generation"),
+)
+
+#: Features that no family here has; a config that turns one on is another network.
+ONLY: tuple[Only, ...] = (
+    Only("hidden_act", ("silu", "swish"), "the gated MLP is SwiGLU."),
+    Only("quantization_config", (None,), "use the unquantised checkpoint."),
+    Only("auto_map", (None,), "the model brings its own code, which may be another network."),
+    Only("is_encoder_decoder", (False,), "these are decoders."),
+    Only("add_cross_attention", (False,), "these are decoders."),
+    Only("use_mrope", (False,), "multimodal rope belongs to vision-language models."),
+    Only("dual_chunk_attention_config", (None,), "delete it to train with full attention."),
+)
+
+#: What only a sliding window would read.
+SLIDING_INERT: tuple[tuple[str, str], ...] = (
+    ("sliding_window", "without use_sliding_window no layer has a window"),
+    ("max_window_layers", "without use_sliding_window no layer has a window"),
+)
+SLIDING_ONLY = Only(
+    "use_sliding_window",
+    (False,),
+    "sliding windows are not supported; set it to false to train with full attention.",
+)
+
+
+def constants(**values: Any) -> Reader:
+    """A reader that gives fixed Megatron arguments."""
+    return lambda hf, notes: dict(values)
+
+
+def decoder(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
+    """Sizes, norms, initialisation, dropout, tying and vocabulary of a pre-norm decoder."""
+    heads = _positive(hf, "num_attention_heads")
+    groups = hf.typed("num_key_value_heads", heads, int)
+    hidden = _positive(hf, "hidden_size")
+    if groups < 1 or heads % groups:
+        raise UserError(
+            f"{hf.path}: 'num_attention_heads' {heads} is not a multiple of "
+            f"'num_key_value_heads' {groups}."
+        )
+    head_dim = hf.typed("head_dim", None, int)
+    if head_dim is None:
+        if hidden % heads:
+            raise UserError(
+                f"{hf.path}: 'hidden_size' {hidden} is not a multiple of 'num_attention_heads' "
+                f"{heads}, and there is no 'head_dim'. Add it."
+            )
+        head_dim = hidden // heads
+    vocab = _positive(hf, "vocab_size")
+    padded = padded_vocab_size(vocab)
+    if padded != vocab:
+        notes.append(
+            f"vocabulary padded from {vocab} to {padded} rows (a multiple of {VOCAB_MULTIPLE}, the "
+            f"same at every TP); padded rows never enter softmax"
+        )
+    std = float(hf.require("initializer_range", _NUMBER))
+    notes.append(
+        f"initialisation from scratch: std {std:g}; for the last projection of attention and MLP "
+        f"Megatron divides it by sqrt(2 * layers), which transformers does not"
+    )
+    return {
+        "num_layers": _positive(hf, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": _positive(hf, "intermediate_size"),
+        "num_attention_heads": heads,
+        "group_query_attention": True,
+        "num_query_groups": groups,
+        "kv_channels": head_dim,
+        "max_position_embeddings": _positive(hf, "max_position_embeddings"),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": float(hf.require("rms_norm_eps", _NUMBER)),
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "attention_dropout": float(hf.typed("attention_dropout", 0.0, _NUMBER)),
+        "hidden_dropout": 0.0,
+        "init_method_std": std,
+        "untie_embeddings_and_output_weights": not hf.typed("tie_word_embeddings", False, bool),
+        "vocab_size": vocab,
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
+    }
+
+
+def moe(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
+    """Experts and a softmax router with HF's semantics.
+
+    Transformers takes the top k of the softmax over all experts and, with ``norm_topk_prob``,
+    divides them by their sum; that equals a softmax over the top k logits.
+    """
+    top_k, experts = _positive(hf, "num_experts_per_tok"), _positive(hf, "num_experts")
+    if top_k > experts:
+        raise UserError(
+            f"{hf.path}: 'num_experts_per_tok' {top_k} exceeds 'num_experts' {experts}."
+        )
+    normalised = hf.require("norm_topk_prob", bool)
+    if normalised and top_k == 1:
+        raise UserError(
+            f"{hf.path}: 'norm_topk_prob' with 'num_experts_per_tok' 1 makes every gate 1, and the "
+            f"router would get no gradient. Set norm_topk_prob to false."
+        )
+    coefficient = float(hf.require("router_aux_loss_coef", _NUMBER))
+    if coefficient:
+        notes.append(
+            f"load-balancing loss with coefficient {coefficient:g} (router_aux_loss_coef; "
+            f"transformers adds it only where output_router_logits is set). Megatron's term is "
+            f"that of transformers divided by the top-k {top_k}, summed over the MoE layers; "
+            f"--moe-aux-loss-coeff 0 turns it off"
+        )
+    sparse = [int(layer.mlp == "moe") for layer in sparse_layers(hf)]
+    return {
+        "num_experts": experts,
+        "moe_ffn_hidden_size": _positive(hf, "moe_intermediate_size"),
+        "moe_layer_freq": 1 if all(sparse) else sparse,
+        "moe_router_topk": top_k,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not normalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": coefficient,
+    }
+
+
+def dense_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
+    """The same attention and gated MLP in every layer."""
+    return (LayerSpec("gqa", "dense"),) * _positive(hf, "num_hidden_layers")
+
+
+def full_attention_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
+    """`dense_layers`, after checking that ``layer_types`` names no other attention."""
+    layers = dense_layers(hf)
+    types = hf.typed("layer_types", None, list)
+    if types is not None and types != ["full_attention"] * len(layers):
+        other = sorted({str(t) for t in types} - {"full_attention"})
+        raise UserError(
+            f"{hf.path}: 'layer_types' has {len(types)} entries"
+            + (f", among them {', '.join(other)}" if other else "")
+            + f"; expected {len(layers)} times 'full_attention'. Other attention is not supported."
+        )
+    return layers
+
+
+def sparse_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
+    """Layer ``i`` has experts where ``i + 1`` is a multiple of ``decoder_sparse_step``.
+
+    Layers in ``mlp_only_layers`` have none.
+    """
+    count = hf.require("num_hidden_layers")
+    step, dense = _positive(hf, "decoder_sparse_step"), hf.typed("mlp_only_layers", [], list)
+    if any(type(i) is not int or not 0 <= i < count for i in dense):
+        raise UserError(
+            f"{hf.path}: 'mlp_only_layers' is {dense!r}; expected layer numbers from 0 to "
+            f"{count - 1}."
+        )
+    layers = tuple(
+        LayerSpec("gqa", "moe" if i not in dense and (i + 1) % step == 0 else "dense")
+        for i in range(count)
+    )
+    if all(layer.mlp == "dense" for layer in layers):
+        raise UserError(
+            f"{hf.path}: 'decoder_sparse_step' {step} and 'mlp_only_layers' {dense!r} leave no MoE "
+            f"layer among {count}; such a model is a dense one."
+        )
+    return layers
+
+
+def decoder_rules(spec: ModelSpec) -> tuple[Rule, ...]:
+    """Weight rules of a pre-norm decoder with Llama's HF names, as its arguments and layers say."""
+    args, hidden = spec.args, spec.args["hidden_size"]
+    vocab = PadVocab(spec.true_vocab_size, spec.padded_vocab_size)
+    vocab_shape = ((spec.true_vocab_size, hidden),)
+    rules = [Rule("embedding.weight", ("model.embed_tokens.weight",), vocab_shape, vocab)]
+    for number, layer in enumerate(spec.layers):
+        ours, theirs = f"layers.{number}.", f"model.layers.{number}."
+        rules += _attention_rules(args, ours + "attention.", theirs)
+        if layer.mlp == "moe":
+            rules += _moe_rules(args, ours + "moe.", theirs)
+        else:
+            rules += _mlp_rules(args, ours + "mlp.", theirs)
+    rules.append(_rename("final_norm.weight", "model.norm.weight", hidden))
+    if not spec.tied:
+        rules.append(Rule("head.weight", ("lm_head.weight",), vocab_shape, vocab))
+    return tuple(rules)
+
+
+def _attention_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
+    heads, groups = args["num_attention_heads"], args["num_query_groups"]
+    head_dim, hidden = args["kv_channels"], args["hidden_size"]
+    interleave = GroupedQKV(groups, heads // groups, head_dim)
+    rows = (heads * head_dim, groups * head_dim, groups * head_dim)
+    projections = tuple(f"{theirs}self_attn.{part}_proj" for part in "qkv")
+    rules = [
+        _rename(f"{ours}norm.weight", f"{theirs}input_layernorm.weight", hidden),
+        Rule(
+            f"{ours}qkv.weight",
+            tuple(f"{name}.weight" for name in projections),
+            tuple((count, hidden) for count in rows),
+            interleave,
+        ),
+        _rename(f"{ours}out.weight", f"{theirs}self_attn.o_proj.weight", hidden, rows[0]),
+    ]
+    if args["add_qkv_bias"] or args["add_bias_linear"]:
+        names = tuple(f"{name}.bias" for name in projections)
+        rules.append(Rule(f"{ours}qkv.bias", names, tuple((count,) for count in rows), interleave))
+    if args["add_bias_linear"]:
+        rules.append(_rename(f"{ours}out.bias", f"{theirs}self_attn.o_proj.bias", hidden))
+    if args["qk_layernorm"]:
+        for part in "qk":
+            name = f"{theirs}self_attn.{part}_norm.weight"
+            rules.append(_rename(f"{ours}{part}_norm.weight", name, head_dim))
+    return rules
+
+
+def _mlp_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
+    hidden, size = args["hidden_size"], args["ffn_hidden_size"]
+    rules = [_rename(f"{ours}norm.weight", f"{theirs}post_attention_layernorm.weight", hidden)]
+    rules += _gated_rules(f"{ours}", f"{theirs}mlp.", hidden, size)
+    if args["add_bias_linear"]:
+        names = (f"{theirs}mlp.gate_proj.bias", f"{theirs}mlp.up_proj.bias")
+        rules.append(Rule(f"{ours}gate_up.bias", names, ((size,), (size,)), GatedUp()))
+        rules.append(_rename(f"{ours}down.bias", f"{theirs}mlp.down_proj.bias", hidden))
+    return rules
+
+
+def _moe_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
+    hidden, experts = args["hidden_size"], args["num_experts"]
+    rules = [
+        _rename(f"{ours}norm.weight", f"{theirs}post_attention_layernorm.weight", hidden),
+        _rename(f"{ours}router.weight", f"{theirs}mlp.gate.weight", experts, hidden),
+    ]
+    for e in range(experts):
+        inner = f"{theirs}mlp.experts.{e}."
+        rules += _gated_rules(f"{ours}experts.{e}.", inner, hidden, args["moe_ffn_hidden_size"])
+    return rules
+
+
+def _gated_rules(ours: str, theirs: str, hidden: int, size: int) -> list[Rule]:
+    names = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+    return [
+        Rule(f"{ours}gate_up.weight", names, ((size, hidden), (size, hidden)), GatedUp()),
+        _rename(f"{ours}down.weight", f"{theirs}down_proj.weight", hidden, size),
+    ]
+
+
+def _rename(ours: str, theirs: str, *shape: int) -> Rule:
+    return Rule(ours, (theirs,), (shape,), Rename())
+
+
+def _positive(hf: HFConfig, key: str) -> int:
+    value: int = hf.require(key)
+    if value < 1:
+        raise UserError(f"{hf.path}: {key!r} is {value}; expected a positive number.")
+    return value

@@ -1,0 +1,154 @@
+"""A Hugging Face ``config.json`` as a read-only record that knows which of its keys were used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_patch.util import UserError
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """View of one ``config.json``.
+
+    `get`, `typed` and `require` note every key that is asked for, so that a family can tell what
+    it has mapped from what it has never looked at. The data itself cannot be changed.
+
+    Attributes:
+        data: The parsed JSON object, read-only.
+        path: The file it came from; named in every message.
+        defaults: Pairs ``(key, value)`` that hold where the file lacks the key.
+    """
+
+    data: Mapping[str, Any]
+    path: Path
+    defaults: tuple[tuple[str, Any], ...] = ()
+    _read: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Freeze the data."""
+        object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
+
+    def view(
+        self, aliases: tuple[tuple[str, str], ...], defaults: tuple[tuple[str, Any], ...]
+    ) -> HFConfig:
+        """The same file in one spelling, with defaults and nothing read yet.
+
+        Args:
+            aliases: Pairs ``(other spelling, ours)`` of keys that mean the same thing.
+            defaults: What the HF configuration class takes for keys that a file may omit.
+
+        Raises:
+            UserError: The file holds both spellings with different values.
+        """
+        merged = dict(self.data)
+        for other, ours in aliases:
+            if other not in merged:
+                continue
+            value = merged.pop(other)
+            if ours in merged and merged[ours] != value:
+                raise UserError(
+                    f"{self.path}: {other!r} is {value!r} and {ours!r} is {merged[ours]!r}, "
+                    f"but both mean the same thing. Keep one of them."
+                )
+            merged[ours] = value
+        return HFConfig(merged, self.path, defaults)
+
+    @property
+    def model_type(self) -> str:
+        """The family name that the file gives.
+
+        Raises:
+            UserError: There is none.
+        """
+        value = self.data.get("model_type")
+        if not isinstance(value, str) or not value:
+            raise UserError(
+                f"{self.path}: no 'model_type', so the model family is unknown. "
+                f'Add it, for example "model_type": "qwen3".'
+            )
+        self._read.add("model_type")
+        return value
+
+    @property
+    def keys_read(self) -> frozenset[str]:
+        """Every key that was asked for so far, whether the file has it or not."""
+        return frozenset(self._read)
+
+    @property
+    def defaulted(self) -> tuple[tuple[str, Any], ...]:
+        """The defaults that were asked for because the file lacks their keys."""
+        return tuple(
+            (key, value)
+            for key, value in self.defaults
+            if key in self._read and key not in self.data
+        )
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.data
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of ``key``; where it is absent its entry in `defaults`; else ``default``.
+
+        A ``null`` in the file counts as a statement, so it gives ``default``.
+        """
+        self._read.add(key)
+        value = self.data[key] if key in self.data else dict(self.defaults).get(key)
+        return default if value is None else value
+
+    def require(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
+        """The value of ``key``, which must be there and of type ``kind``.
+
+        Raises:
+            UserError: It is absent, ``null`` or of another type (a bool is never a number).
+        """
+        value = self.get(key)
+        if value is None:
+            raise UserError(
+                f"{self.path}: {key!r} is missing. Every size comes from this file: add it."
+            )
+        return self._typed(key, value, kind)
+
+    def typed(self, key: str, default: Any, kind: type | tuple[type, ...]) -> Any:
+        """`get` with a check of the type, as `require` does."""
+        value = self.get(key)
+        return default if value is None else self._typed(key, value, kind)
+
+    def _typed(self, key: str, value: Any, kind: type | tuple[type, ...]) -> Any:
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            expected = " or ".join(k.__name__ for k in kinds)
+            raise UserError(f"{self.path}: {key!r} is {value!r}; expected {expected}.")
+        return value
+
+
+def load_config(hf_dir: str | Path) -> HFConfig:
+    """Read ``config.json`` of a Hugging Face model directory (or the file itself).
+
+    Raises:
+        UserError: No such directory or file, or the file is not a JSON object.
+    """
+    path = Path(hf_dir)
+    if path.is_dir():
+        path = path / "config.json"
+    elif not path.exists():
+        raise UserError(
+            f"--hf-model {hf_dir}: no such directory. Give a local directory that holds "
+            f"config.json; a model of a hub has to be downloaded first."
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path.parent}: no config.json in it. Point --hf-model to a directory that has one."
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}). Restore the original file.") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: holds a JSON {type(data).__name__}, not an object.")
+    return HFConfig(data, path)

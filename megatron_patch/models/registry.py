@@ -1,0 +1,57 @@
+"""Finding the family of a model by the ``model_type`` of its ``config.json``."""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from pkgutil import iter_modules
+
+from megatron_patch.models.family import ModelFamily
+from megatron_patch.models.hf_config import HFConfig, load_config
+from megatron_patch.util import UserError
+
+__all__ = ["HFConfig", "families", "get_family", "load_config"]
+
+#: Entry-point group of families outside this package: name = HF model_type, value = the family.
+ENTRY_POINTS = "megatron_patch.families"
+
+#: HF model types whose file has another name.
+ALIASES: tuple[tuple[str, str], ...] = ()
+
+#: Modules of this package that are no families.
+_SHARED = frozenset({"blocks", "family", "hf_config", "modules", "registry", "rope"})
+
+
+def families() -> tuple[str, ...]:
+    """Every supported ``model_type``, sorted; imports no family."""
+    package = import_module("megatron_patch.models")
+    own = {module.name for module in iter_modules(package.__path__)} - _SHARED
+    outside = {entry.name for entry in metadata.entry_points(group=ENTRY_POINTS)}
+    return tuple(sorted(own | outside | {alias for alias, _ in ALIASES}))
+
+
+def get_family(model_type: str) -> ModelFamily:
+    """The family of a ``model_type``; imports only that one.
+
+    Raises:
+        UserError: There is none; the message lists what there is.
+    """
+    if model_type not in families():
+        raise UserError(
+            f"model_type {model_type!r} is not supported. There are: {', '.join(families())}. "
+            f"A family is one file in megatron_patch/models, or an entry point in the group "
+            f"{ENTRY_POINTS!r}."
+        )
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        if entry.name == model_type:
+            family = entry.load()
+            break
+    else:
+        family = import_module(
+            f"megatron_patch.models.{dict(ALIASES).get(model_type, model_type)}"
+        ).FAMILY
+    if not isinstance(family, ModelFamily):
+        raise UserError(
+            f"the family for model_type {model_type!r} is a {type(family).__name__}, "
+            f"not a ModelFamily."
+        )
+    return family
