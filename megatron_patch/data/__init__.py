@@ -1,0 +1,1 @@
+"""From documents and messages to what a training step reads."""
