@@ -69,19 +69,20 @@ def human_bytes(count: float) -> str:
     """``count`` bytes in binary units: ``1536`` -> ``"1.5 KiB"``, ``512`` -> ``"512 B"``."""
     if abs(count) < 1024:
         return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = 0
+    while abs(count) >= 1024 and power < len(units) - 1:
         count /= 1024
-        if abs(count) < 1024:
-            break
-    return f"{count:.1f} {unit}"
+        power += 1
+    return f"{count:.1f} {units[power]}"
 
 
 def human_count(count: float) -> str:
     """``count`` things in decimal units: ``1_720_000_000`` -> ``"1.72B"``, ``950`` -> ``"950"``."""
-    if abs(count) < 1000:
-        return f"{count:.0f}"
-    for unit in ("K", "M", "B", "T"):
+    units = ("", "K", "M", "B", "T")
+    power = 0
+    while abs(count) >= 999.5 and power < len(units) - 1:
         count /= 1000
-        if abs(count) < 1000 or unit == "T":
-            break
-    return f"{count:.3g}{unit}" if abs(count) < 1000 else f"{count:.0f}{unit}"
+        power += 1
+    digits = f"{count:.0f}" if power == 0 or abs(count) >= 999.5 else f"{count:.3g}"
+    return digits + units[power]

@@ -1,0 +1,1649 @@
+"""The flag table, the resolver and the plan of a run. Standard library and our modules only.
+
+A run is described by named flags: our own (:data:`OWN_FLAGS`, with one alias table for every tool)
+and every flag of Megatron's parser, which passes through. :func:`resolve` joins the layers
+
+    command line > ``--parallel auto`` > CPU platform > model config > launch default > Megatron
+
+into a :class:`Plan` that keeps, for every value, where it came from. Nothing here imports torch,
+megatron or transformers: help, dry run and ``check`` answer at once.
+
+What a flag means where several are given:
+
+* ``_`` equals ``-``; ``--flag=value`` equals ``--flag value``.
+* The same spelling twice: the last one wins (a launcher's arrays come first, the user's last).
+* Two spellings of one setting with different values: an error that names both.
+* ``--user-flags`` separates a launcher's flags from the user's; across it the user always wins.
+* ``--no-FLAG`` switches off any on/off flag, also those that Megatron only lets one switch on.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch import _compat
+from megatron_patch.util import UserError, human_count
+
+if TYPE_CHECKING:
+    from megatron_patch.models.family import ModelSpec
+
+# Where a value came from, as written to Plan.source, strongest first.
+COMMAND_LINE = "command line"
+AUTO = "--parallel auto"
+CPU_PLATFORM = "cpu platform"
+MODEL_CONFIG = "model config"
+LAUNCH_DEFAULT = "launch default"
+MEGATRON_DEFAULT = "Megatron default"
+
+#: Marks the end of a launcher's own flags; what follows is the user's and wins.
+USER_FLAGS_MARK = "--user-flags"
+
+#: GPU memory in GiB as the driver reports it, compute capability, and whether the boards of that
+#: name are normally joined by NVSwitch with multicast (source: NVIDIA data sheets).
+DEVICES: dict[str, tuple[float, tuple[int, int], bool]] = {
+    "a100": (79.2, (8, 0), False),
+    "h100": (79.2, (9, 0), True),
+    "h200": (139.8, (9, 0), True),
+    "b200": (178.4, (10, 0), True),
+}
+
+#: ``--fp8`` name -> (Megatron's recipe, format, rows that must divide a rank's tokens, lowest
+#: compute capability, highest one or None).
+FP8_RECIPES: dict[str, tuple[str, str, int, tuple[int, int], tuple[int, int] | None]] = {
+    "tensorwise": ("tensorwise", "hybrid", 16, (8, 9), None),
+    "delayed": ("delayed", "hybrid", 16, (8, 9), None),
+    "blockwise": ("blockwise", "e4m3", 128, (9, 0), (9, 9)),
+    "mxfp8": ("mxfp8", "e4m3", 32, (10, 0), None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFlag:
+    """One flag of ours.
+
+    Attributes:
+        name: Canonical option, as shown in messages.
+        aliases: Other spellings.
+        dest: Megatron dest that it sets, or the name of an :class:`OwnFlags` field.
+        kind: ``str``, ``int``, ``float``, ``count`` (``1B``, ``100M``), ``flag``, ``list``.
+        group: Heading in ``--help``.
+        help: One line.
+        metavar: Shown after the option.
+        choices: Allowed values.
+        default: What ``--help`` says about the default.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    dest: str
+    kind: str
+    group: str
+    help: str
+    metavar: str = ""
+    choices: tuple[str, ...] | None = None
+    default: str = ""
+
+
+_MODEL, _DATA, _RUN, _PARALLEL, _MEMORY, _TOOL = (
+    "Model and directories",
+    "Data and batch",
+    "Run length and learning rate",
+    "Parallel layout",
+    "Precision and memory",
+    "What to do",
+)
+
+OWN_FLAGS: tuple[OwnFlag, ...] = (
+    OwnFlag(
+        "--hf-model",
+        ("--model", "--model-name-or-path", "--hf-dir", "--load-hf"),
+        "hf_model",
+        "str",
+        _MODEL,
+        "Hugging Face directory; every size comes from its config.json",
+        "DIR",
+    ),
+    OwnFlag(
+        "--output-dir",
+        ("--output", "--save", "--output-path"),
+        "output_dir",
+        "str",
+        _MODEL,
+        "run directory; the same command again goes on from its checkpoints",
+        "DIR",
+    ),
+    OwnFlag(
+        "--init-from",
+        ("--pretrained-checkpoint",),
+        "init_from",
+        "str",
+        _MODEL,
+        "start from these weights only: iteration 0, fresh optimizer, schedule and data",
+        "DIR",
+    ),
+    OwnFlag(
+        "--data-path",
+        ("--data", "--dataset", "--dataset-path"),
+        "data_path",
+        "list",
+        _DATA,
+        "prefix of .bin/.idx, or weight prefix weight prefix ...",
+        "PREFIX",
+    ),
+    OwnFlag(
+        "--seq-length",
+        ("--seq-len", "--max-length"),
+        "seq_length",
+        "int",
+        _DATA,
+        "tokens a sequence",
+        "N",
+    ),
+    OwnFlag(
+        "--micro-batch-size",
+        ("--mbs",),
+        "micro_batch_size",
+        "int",
+        _DATA,
+        "sequences a rank takes at once",
+        "N",
+        default="1",
+    ),
+    OwnFlag(
+        "--global-batch-size",
+        ("--gbs",),
+        "global_batch_size",
+        "int",
+        _DATA,
+        "sequences a step over all ranks",
+        "N",
+        default="micro batch x data parallel",
+    ),
+    OwnFlag(
+        "--train-tokens",
+        (),
+        "train_tokens",
+        "count",
+        _RUN,
+        "run length in tokens (1B, 500M, 2e9)",
+        "N",
+    ),
+    OwnFlag(
+        "--train-iters",
+        ("--train-steps", "--max-steps"),
+        "train_iters",
+        "count",
+        _RUN,
+        "run length in steps",
+        "N",
+    ),
+    OwnFlag("--train-samples", (), "train_samples", "count", _RUN, "run length in sequences", "N"),
+    OwnFlag(
+        "--epochs",
+        ("--num-train-epochs",),
+        "epochs",
+        "float",
+        _RUN,
+        "run length in passes over --data-path",
+        "X",
+    ),
+    OwnFlag("--lr", ("--learning-rate",), "lr", "float", _RUN, "peak learning rate", "X"),
+    OwnFlag("--min-lr", (), "min_lr", "float", _RUN, "last learning rate", "X", default="lr / 10"),
+    OwnFlag(
+        "--warmup-steps",
+        ("--lr-warmup-iters", "--warmup-iters"),
+        "lr_warmup_iters",
+        "count",
+        _RUN,
+        "steps of linear warm-up",
+        "N",
+        default="1 % of the run, at most 2000",
+    ),
+    OwnFlag(
+        "--parallel",
+        (),
+        "parallel",
+        "str",
+        _PARALLEL,
+        "auto: the layout with the least communication that fits",
+        "auto",
+        choices=("auto",),
+    ),
+    OwnFlag(
+        "--tp",
+        ("--tensor-model-parallel-size",),
+        "tensor_model_parallel_size",
+        "int",
+        _PARALLEL,
+        "tensor parallel size (sequence parallel comes with it)",
+        "N",
+        default="1",
+    ),
+    OwnFlag(
+        "--pp",
+        ("--pipeline-model-parallel-size",),
+        "pipeline_model_parallel_size",
+        "int",
+        _PARALLEL,
+        "pipeline stages",
+        "N",
+        default="1",
+    ),
+    OwnFlag(
+        "--vpp",
+        ("--num-virtual-stages-per-pipeline-rank",),
+        "num_virtual_stages_per_pipeline_rank",
+        "int",
+        _PARALLEL,
+        "virtual stages a pipeline rank (interleaved schedule)",
+        "N",
+    ),
+    OwnFlag(
+        "--cp",
+        ("--context-parallel-size",),
+        "context_parallel_size",
+        "int",
+        _PARALLEL,
+        "context parallel size",
+        "N",
+        default="1",
+    ),
+    OwnFlag(
+        "--ep",
+        ("--expert-model-parallel-size",),
+        "expert_model_parallel_size",
+        "int",
+        _PARALLEL,
+        "expert parallel size",
+        "N",
+        default="1",
+    ),
+    OwnFlag(
+        "--etp",
+        ("--expert-tensor-parallel-size",),
+        "expert_tensor_parallel_size",
+        "int",
+        _PARALLEL,
+        "tensor parallel size inside an expert",
+        "N",
+        default="1 for MoE",
+    ),
+    OwnFlag(
+        "--precision",
+        (),
+        "precision",
+        "str",
+        _MEMORY,
+        "number format of weights and activations",
+        "NAME",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16; fp32 on CPU",
+    ),
+    OwnFlag(
+        "--fp8",
+        (),
+        "fp8",
+        "str",
+        _MEMORY,
+        "FP8 recipe for the linear layers",
+        "RECIPE",
+        choices=tuple(FP8_RECIPES),
+    ),
+    OwnFlag(
+        "--cpu-offloading",
+        (),
+        "cpu_offloading",
+        "flag",
+        _MEMORY,
+        "keep activations of all layers but one in host memory",
+    ),
+    OwnFlag(
+        "--cpu-offloading-optimizer",
+        (),
+        "cpu_offloading_optimizer",
+        "flag",
+        _MEMORY,
+        "keep optimizer states in host memory and update there, overlapped",
+    ),
+    OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
+    OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
+    OwnFlag("--json", (), "json", "flag", _TOOL, "machine-readable output of check and dry run"),
+    OwnFlag(
+        "--env",
+        (),
+        "env",
+        "str",
+        _TOOL,
+        "environment the launcher found (single, torchrun, dlc, slurm, mpi)",
+        "NAME",
+    ),
+    OwnFlag(
+        "--device",
+        (),
+        "device",
+        "str",
+        _TOOL,
+        "plan for this device",
+        "NAME",
+        choices=("cpu", "cuda", *DEVICES),
+        default="what is here; check: h100",
+    ),
+    OwnFlag(
+        "--gpu-memory", (), "gpu_memory", "float", _TOOL, "GiB of a GPU, instead of --device", "GIB"
+    ),
+    OwnFlag("--nodes", ("--nnodes",), "nodes", "int", _TOOL, "check: nodes", "N", default="1"),
+    OwnFlag(
+        "--gpus-per-node",
+        ("--nproc-per-node",),
+        "gpus_per_node",
+        "int",
+        _TOOL,
+        "check: ranks a node",
+        "N",
+        default="8; 1 on CPU",
+    ),
+    OwnFlag("--world-size", (), "world_size", "int", _TOOL, "check: ranks in all", "N"),
+    OwnFlag("--help", ("-h",), "help", "flag", _TOOL, "this text"),
+    OwnFlag("--help-all", (), "help_all", "flag", _TOOL, "also Megatron's flags"),
+)
+
+
+@dataclass(frozen=True)
+class OwnFlags:
+    """Values of the flags that are not Megatron's; None or False where not given."""
+
+    hf_model: str | None = None
+    output_dir: str | None = None
+    init_from: str | None = None
+    train_tokens: int | None = None
+    epochs: float | None = None
+    parallel: str | None = None
+    precision: str | None = None
+    fp8: str | None = None
+    cpu_offloading: bool = False
+    cpu_offloading_optimizer: bool = False
+    dry_run: bool = False
+    demo: bool = False
+    json: bool = False
+    env: str | None = None
+    device: str | None = None
+    gpu_memory: float | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    world_size: int | None = None
+    help: bool = False
+    help_all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What can be imported where the run happens; decides a few launch defaults.
+
+    Attributes:
+        te: Transformer Engine.
+        deep_ep: DeepEP's dispatcher for expert parallelism.
+        wgrad: Apex's fused weight-gradient kernel, which gradient-accumulation fusion needs for
+            the output layer.
+        assumed: True where the run happens elsewhere and this is what a GPU image has.
+    """
+
+    te: bool
+    deep_ep: bool
+    wgrad: bool
+    assumed: bool = False
+
+    @classmethod
+    def detect(cls) -> Environment:
+        """Look for the packages without importing them."""
+
+        def there(module: str) -> bool:
+            return importlib.util.find_spec(module) is not None
+
+        return cls(
+            te=there("transformer_engine"),
+            deep_ep=there("deep_ep"),
+            wgrad=there("fused_weight_gradient_mlp_cuda"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """The run's length in all four units.
+
+    Attributes:
+        iters: Steps.
+        samples: Sequences of ``seq_length`` tokens.
+        tokens: ``samples x seq_length``.
+        epochs: Passes over the training data, None where the data is not there to be counted.
+        asked: The flag that set it, as given.
+        data_tokens: Tokens of one epoch, or None.
+    """
+
+    iters: int
+    samples: int
+    tokens: int
+    epochs: float | None
+    asked: str
+    data_tokens: int | None
+
+
+@dataclass
+class Plan:
+    """A resolved run.
+
+    Attributes:
+        values: Every Megatron dest after precedence; enum members by name.
+        source: For every dest, one of the source names of this module, perhaps with a detail.
+        own: Our own flags.
+        model: The family's answer to config.json; None without ``--hf-model``.
+        notes: What was defaulted, converted or overruled, to be printed.
+        run: Run length in all units; None for a dry question without one (see :func:`resolve`).
+        world_size: Ranks planned for.
+        device: ``cpu``, ``cuda`` or a key of :data:`DEVICES`.
+        environment: What the defaults were based on.
+    """
+
+    values: dict[str, Any]
+    source: dict[str, str]
+    own: OwnFlags
+    model: ModelSpec | None
+    notes: list[str]
+    run: RunLength | None
+    world_size: int
+    device: str
+    environment: Environment
+    _raw: dict[str, list[str]] = field(default_factory=dict, repr=False)
+
+    def megatron_argv(self) -> list[str]:
+        """The user's Megatron flags under their canonical names, for Megatron's own parser.
+
+        Together with :meth:`overlay` given to ``parser.set_defaults`` they yield :attr:`values`.
+        """
+        argv: list[str] = []
+        for dest, raw in self._raw.items():
+            if self.source[dest] == COMMAND_LINE:
+                argv += raw
+        return argv
+
+    def overlay(self) -> dict[str, Any]:
+        """Values that differ from Megatron's defaults and are not in :meth:`megatron_argv`."""
+        defaults = megatron_defaults()
+        in_argv = {d for d in self._raw if self.source[d] == COMMAND_LINE}
+        return {
+            dest: value
+            for dest, value in self.values.items()
+            if dest not in in_argv and value != defaults[dest]
+        }
+
+    def given(self, dest: str) -> bool:
+        """Whether the user's command line set ``dest``."""
+        return self.source[dest].startswith(COMMAND_LINE)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """World size over TP x PP x CP; 1 at least, also where it does not divide."""
+        return max(1, self.world_size // _model_parallel(self.values))
+
+    def describe(self) -> str:
+        """The resolved plan as text: every value that is not Megatron's default, and its source."""
+        defaults = megatron_defaults()
+        rows = [
+            (dest, _show(value), self.source[dest])
+            for dest, value in sorted(self.values.items())
+            if value != defaults[dest] or self.given(dest)
+        ]
+        width = max((len(r[0]) for r in rows), default=0)
+        middle = min(48, max((len(r[1]) for r in rows), default=0))
+        lines = [f"{n:<{width}}  {v:<{middle}}  {s}" for n, v, s in rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able form, written as ``resolved_args.json``."""
+        return {
+            "values": self.values,
+            "source": {d: s for d, s in self.source.items() if s != MEGATRON_DEFAULT},
+            "own": dataclasses.asdict(self.own),
+            "notes": self.notes,
+            "run": dataclasses.asdict(self.run) if self.run else None,
+            "world_size": self.world_size,
+            "device": self.device,
+        }
+
+
+# --- launch defaults ------------------------------------------------------------------------
+
+
+class _Skip:
+    """Answer of a default that does not apply."""
+
+
+SKIP = _Skip()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a launch default may look at: values of the stronger layers and the surroundings."""
+
+    values: Mapping[str, Any]
+    given: frozenset[str]
+    own: OwnFlags
+    device: str
+    world_size: int
+    environment: Environment
+
+    @property
+    def gpu(self) -> bool:
+        """True unless the run is on CPU ranks."""
+        return self.device != "cpu"
+
+    @property
+    def moe(self) -> bool:
+        """True for a mixture-of-experts model."""
+        return bool(self.values["num_experts"])
+
+    @property
+    def validation(self) -> bool:
+        """True where the user asked for evaluation or gave validation data."""
+        return bool(
+            self.values["valid_data_path"]
+            or self.values["per_split_data_args_path"]
+            or (
+                {"eval_iters", "split", "full_validation"} & self.given
+                and self.values["eval_iters"] != 0
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """A launch default: ``value`` or, where callable, what it returns for a :class:`Context`."""
+
+    dest: str
+    value: Any
+    reason: str
+
+
+def _precision_flag(name: str) -> Callable[[Context], Any]:
+    return lambda c: (
+        SKIP if {"bf16", "fp16"} & c.given else (c.own.precision or _default_precision(c)) == name
+    )
+
+
+def _default_precision(c: Context) -> str:
+    return "bf16" if c.gpu else "fp32"
+
+
+def _deepep(c: Context) -> bool:
+    return c.gpu and c.environment.deep_ep and c.values["expert_model_parallel_size"] > 1
+
+
+#: One table, in the order in which it is applied (a later row may look at an earlier one).
+LAUNCH_DEFAULTS: tuple[Default, ...] = (
+    Default("micro_batch_size", 1, "the smallest that always works"),
+    Default("log_interval", 1, "every step is logged"),
+    Default("log_throughput", True, "TFLOP/s a GPU on every line"),
+    Default(
+        "create_attention_mask_in_dataloader",
+        False,
+        "a float mask of [s, s] a sample; causal attention needs none",
+    ),
+    Default(
+        "use_distributed_optimizer",
+        lambda c: SKIP if c.values["use_torch_fsdp2"] else True,
+        "optimizer state is sharded over the data-parallel ranks",
+    ),
+    Default(
+        "overlap_grad_reduce",
+        lambda c: SKIP if c.values["use_torch_fsdp2"] else True,
+        "gradient reduction runs beside the backward pass",
+    ),
+    Default(
+        "overlap_param_gather",
+        lambda c: (
+            SKIP
+            if c.values["save_params_interval"]
+            or c.values["freeze_all_layers"]
+            or not (c.values["use_distributed_optimizer"] and c.values["overlap_grad_reduce"])
+            else True
+        ),
+        "parameter gathering runs beside the forward pass",
+    ),
+    Default(
+        "sequence_parallel",
+        lambda c: c.values["tensor_model_parallel_size"] > 1,
+        "norms and dropout split over TP: less memory, and MoE with TP needs it",
+    ),
+    Default(
+        "expert_tensor_parallel_size",
+        lambda c: 1 if c.moe and c.values["tensor_model_parallel_size"] > 1 else SKIP,
+        "experts are small: splitting one costs more than it saves",
+    ),
+    Default(
+        "moe_token_dispatcher_type",
+        lambda c: SKIP if not c.moe else "flex" if _deepep(c) else "alltoall",
+        "alltoall sends each token only where it goes; flex where DeepEP is installed",
+    ),
+    Default(
+        "moe_flex_dispatcher_backend",
+        lambda c: "deepep" if c.moe and _deepep(c) else SKIP,
+        "DeepEP is installed and experts are spread over ranks",
+    ),
+    Default(
+        "moe_grouped_gemm",
+        lambda c: c.gpu and c.environment.te if c.moe else SKIP,
+        "one kernel for all experts of a rank; needs Transformer Engine",
+    ),
+    Default(
+        "moe_permute_fusion",
+        lambda c: c.gpu and c.environment.te if c.moe else SKIP,
+        "fused permutation of tokens; needs Transformer Engine",
+    ),
+    Default(
+        "moe_router_dtype",
+        lambda c: "fp32" if c.moe else SKIP,
+        "routing probabilities in fp32, as the reference models have them; DeepEP needs it",
+    ),
+    Default(
+        "cross_entropy_loss_fusion", True, "saves several passes over the logits (native kernel)"
+    ),
+    Default(
+        "gradient_accumulation_fusion",
+        lambda c: c.gpu and c.environment.wgrad,
+        "only where the fused weight-gradient kernel is installed; upstream refuses it otherwise",
+    ),
+    Default("bf16", _precision_flag("bf16"), "bf16 on GPU, fp32 on CPU ranks"),
+    Default("fp16", _precision_flag("fp16"), "see --precision"),
+    Default(
+        "attention_dropout", 0.0, "pretraining without dropout; a non-zero rate also moves with TP"
+    ),
+    Default("hidden_dropout", 0.0, "as attention_dropout"),
+    Default(
+        "calculate_per_token_loss",
+        True,
+        "every supervised token weighs the same, whatever the micro batch, rank or pack it is in",
+    ),
+    Default("weight_decay", 0.1, "usual for pretraining"),
+    Default("adam_beta2", 0.95, "usual for pretraining"),
+    Default("lr_decay_style", "cosine", "over the whole run"),
+    Default(
+        "min_lr",
+        lambda c: float(f"{c.values['lr'] / 10:.9g}") if c.values["lr"] else SKIP,
+        "a tenth of the peak",
+    ),
+    Default(
+        "eval_iters",
+        lambda c: 20 if c.validation else 0,
+        "evaluation only where there is validation data",
+    ),
+    Default("eval_interval", 500, "upstream divides by it, also with evaluation off"),
+    Default(
+        "split",
+        lambda c: (
+            SKIP
+            if c.values["train_data_path"] or c.values["per_split_data_args_path"]
+            else "99,1,0"
+            if c.values["eval_iters"]
+            else "100,0,0"
+        ),
+        "all data trains unless evaluation is on",
+    ),
+    Default(
+        "tokenizer_type",
+        lambda c: SKIP if c.values["tokenizer_model"] else "NullTokenizer",
+        "indexed data holds ids: training needs no tokenizer",
+    ),
+    Default("ckpt_format", "torch_dist", "does not depend on the layout"),
+    Default(
+        "dist_ckpt_optim_fully_reshardable", True, "the only format that resumes at another TP/PP"
+    ),
+    Default(
+        "dist_ckpt_strictness",
+        "raise_unexpected",
+        "a weight that the checkpoint lacks is an error; raise_all would also refuse the optimizer "
+        "state that --init-from leaves out",
+    ),
+    Default("save_interval", 500, "steps between checkpoints; the last step is always saved"),
+    Default("manual_gc", True, "all ranks collect at the same step, so none waits for another"),
+    Default("manual_gc_interval", 100, "see manual_gc"),
+    Default(
+        "distributed_timeout_minutes",
+        30,
+        "rank 0 builds the index of a long data set while the others wait",
+    ),
+)
+
+#: What CPU ranks need; stronger than the model config, weaker than the command line.
+CPU_DEFAULTS: tuple[Default, ...] = (
+    Default("distributed_backend", "gloo", "NCCL needs GPUs"),
+    Default("apply_rope_fusion", False, "CUDA kernel"),
+    Default("masked_softmax_fusion", False, "CUDA kernel"),
+    Default("bias_gelu_fusion", False, "compiled for CUDA"),
+    Default("bias_swiglu_fusion", False, "compiled for CUDA"),
+    Default("bias_dropout_fusion", False, "compiled for CUDA"),
+    Default("no_persist_layer_norm", True, "CUDA kernel"),
+    Default("gradient_accumulation_fusion", False, "CUDA kernel"),
+    Default("cross_entropy_loss_fusion", False, "compiled for CUDA"),
+    Default("moe_grouped_gemm", False, "CUDA kernel"),
+    Default("moe_permute_fusion", False, "CUDA kernel"),
+    Default("num_workers", 0, "few cores: a loader process costs more than it brings"),
+    Default("log_throughput", False, "the figure is about GPUs"),
+)
+
+
+# --- the option index and the parser ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """What one spelling means: a target, how to read values, and a constant for on/off flags."""
+
+    name: str
+    dest: str
+    own: bool
+    kind: str
+    nargs: int | str | None
+    choices: tuple[Any, ...] | None
+    const: Any = None
+    megatron: str | None = None
+
+
+@cache
+def megatron_defaults() -> dict[str, Any]:
+    """Megatron's default for every dest; treat as read-only."""
+    defaults: dict[str, Any] = {}
+    for flag in _compat.flag_table():
+        defaults.setdefault(flag.dest, flag.default)
+    return defaults
+
+
+def _normalise(option: str) -> str:
+    return option.replace("_", "-")
+
+
+@cache
+def _options() -> dict[str, _Option]:
+    """Every accepted spelling (normalised) and what it means; ours shadow Megatron's."""
+    index: dict[str, _Option] = {}
+    negated: dict[str, _Option] = {}
+    for flag in _compat.flag_table():
+        first = flag.options[0]
+        for text in flag.options:
+            key = _normalise(text)
+            if flag.action == "store":
+                index[key] = _Option(
+                    first, flag.dest, False, flag.type, flag.nargs, flag.choices, None, first
+                )
+                continue
+            on = flag.action != "store_false"
+            if flag.action == "boolean_optional" and text.startswith("--no-"):
+                on = False
+            index[key] = _Option(text, flag.dest, False, "flag", None, None, on, text)
+            if flag.action == "store_true":
+                other = f"--no-{key[2:]}"
+            else:
+                other = "--" + _normalise(flag.dest)
+            negated.setdefault(other, _Option(other, flag.dest, False, "flag", None, None, not on))
+    for key, option in negated.items():
+        index.setdefault(key, option)
+    by_dest = {f.dest: f for f in _compat.flag_table()}
+    for own in OWN_FLAGS:
+        megatron = by_dest.get(own.dest) if own.dest not in _OWN_FIELDS else None
+        for text in (own.name, *own.aliases):
+            index[_normalise(text)] = _Option(
+                own.name,
+                own.dest,
+                own.dest in _OWN_FIELDS,
+                "str" if own.kind == "list" else own.kind,
+                "*" if own.kind == "list" else None,
+                own.choices,
+                True if own.kind == "flag" else None,
+                megatron.options[0] if megatron else None,
+            )
+    return index
+
+
+_OWN_FIELDS = frozenset(f.name for f in dataclasses.fields(OwnFlags))
+
+
+@cache
+def _flag_names() -> dict[str, str]:
+    names = {f.dest: f.options[0] for f in reversed(_compat.flag_table())}
+    names.update({o.dest: o.name for o in OWN_FLAGS})
+    return names
+
+
+def flag_name(dest: str) -> str:
+    """The option to name in a message about ``dest``: ours where there is one."""
+    return _flag_names().get(dest, "--" + _normalise(dest))
+
+
+@dataclass
+class _Given:
+    """One occurrence on the command line."""
+
+    spelling: str
+    option: _Option
+    value: Any
+    tokens: list[str]
+    segment: int
+
+
+def parse(argv: Sequence[str]) -> dict[str, _Given]:
+    """Read ``argv`` into the last word on each dest.
+
+    Args:
+        argv: Arguments without the program name.
+
+    Returns:
+        dest -> occurrence. Our own flags stand under their field name.
+
+    Raises:
+        UserError: Unknown flag (with the nearest names), a value missing, of the wrong type or not
+            among the choices, a stray value, or two spellings of one setting that disagree.
+    """
+    found: dict[str, _Given] = {}
+    segment = 0
+    position = 0
+    index = _options()
+    while position < len(argv):
+        token = argv[position]
+        position += 1
+        if token == USER_FLAGS_MARK:
+            segment += 1
+            continue
+        text, equals, attached = token.partition("=")
+        option = index.get(_normalise(text)) if text.startswith("-") else None
+        if option is None:
+            raise _unknown(token, text, argv, position)
+        tokens: list[str]
+        if option.kind == "flag":
+            if equals:
+                raise UserError(
+                    f"{text} takes no value, but {attached!r} was given; "
+                    f"write {text} or --no-{text[2:]}"
+                )
+            given = _Given(text, option, option.const, [], segment)
+        else:
+            tokens, position = _values(option, text, attached if equals else None, argv, position)
+            read = [_convert(option, text, item) for item in tokens]
+            value = read if option.nargs is not None else read[0]
+            given = _Given(text, option, value, tokens, segment)
+        _merge(found, given)
+    return found
+
+
+def _values(
+    option: _Option, text: str, attached: str | None, argv: Sequence[str], position: int
+) -> tuple[list[str], int]:
+    """The value tokens of ``option`` and the position after them."""
+    tokens = [] if attached is None else [attached]
+    if attached is None or option.nargs is not None:
+        most = 1 if option.nargs is None else option.nargs if isinstance(option.nargs, int) else 0
+        while position < len(argv) and not _is_flag(argv[position]):
+            if most and len(tokens) == most:
+                break
+            tokens.append(argv[position])
+            position += 1
+    if isinstance(option.nargs, int) and len(tokens) != option.nargs:
+        raise UserError(f"{text} takes {option.nargs} values, {len(tokens)} given")
+    if not tokens and option.nargs != "*":
+        raise UserError(f"{text} needs a value")
+    return tokens, position
+
+
+def _is_flag(token: str) -> bool:
+    """Whether a token starts a flag; a negative number does not."""
+    return token.startswith("-") and not re.fullmatch(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", token)
+
+
+def _unknown(token: str, text: str, argv: Sequence[str], position: int) -> UserError:
+    if not text.startswith("-"):
+        before = argv[position - 2] if position > 1 else None
+        after = f" after {before}" if before else ""
+        return UserError(
+            f"{token!r}{after} is not a flag: every setting is named, see --help. "
+            "Quote values that contain blanks"
+        )
+    close = difflib.get_close_matches(_normalise(text), _options(), n=3, cutoff=0.6)
+    hint = f"; nearest: {', '.join(close)}" if close else "; --help and --help-all list all flags"
+    return UserError(f"unknown flag {text}{hint}")
+
+
+def _merge(found: dict[str, _Given], given: _Given) -> None:
+    """Take the later word; two spellings that disagree within one segment are an error."""
+    earlier = found.get(given.option.dest)
+    if (
+        earlier is not None
+        and earlier.segment == given.segment
+        and _normalise(earlier.spelling) != _normalise(given.spelling)
+        and earlier.value != given.value
+    ):
+        one = f"{earlier.spelling} {' '.join(earlier.tokens)}".strip()
+        two = f"{given.spelling} {' '.join(given.tokens)}".strip()
+        raise UserError(f"{one} and {two} are the same setting with two values; keep one of them")
+    found.pop(given.option.dest, None)
+    found[given.option.dest] = given
+
+
+_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+def read_count(text: str) -> int:
+    """``"1B"``, ``"1.5b"``, ``"2e9"``, ``"10_000"`` -> int; ValueError where it is not whole."""
+    match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*(?:[eE]\+?[0-9]+)?)([kKmMbBgGtT]?)", text.strip())
+    if not match:
+        raise ValueError(text)
+    number = match[1].replace("_", "")
+    scale = _SUFFIX[match[2].lower()]
+    exact = float(number) * scale
+    if not number.isdigit() and exact != round(exact):
+        raise ValueError(text)
+    return int(number) * scale if number.isdigit() else round(exact)
+
+
+def read_pattern(text: str) -> int | list[Any]:
+    """Megatron's layer pattern: ``"2"`` or a list expression such as ``"[0]*3+[1]*58"``.
+
+    Only numbers, lists, ``+``, ``*`` and brackets are read.
+    """
+
+    def walk(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int()):
+                return node.value
+            case ast.List(elts=items):
+                return [walk(item) for item in items]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return walk(left) + walk(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return walk(left) * walk(right)
+        raise ValueError(text)
+
+    try:
+        value = walk(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError) as problem:
+        raise ValueError(text) from problem
+    if not isinstance(value, int | list):
+        raise ValueError(text)
+    return value
+
+
+def _convert(option: _Option, text: str, token: str) -> Any:
+    """One value token in the option's type."""
+    readers: dict[str, tuple[Callable[[str], Any], str]] = {
+        "int": (lambda t: int(t.replace("_", "")), "a whole number"),
+        "float": (float, "a number"),
+        "count": (read_count, "a count such as 1000, 10_000, 1.5B or 2e9"),
+        "bool": (_read_bool, "true or false"),
+        "tuple_type": (_read_pair, "two numbers such as 4096,0"),
+        "moe_freq_type": (read_pattern, 'a number or a pattern such as "[0]*3+[1]*58"'),
+        "la_freq_type": (read_pattern, 'a number or a pattern such as "[1,1,1,0]*12"'),
+        "no_rope_freq_type": (read_pattern, 'a number or a pattern such as "[0,0,0,1]*8"'),
+    }
+    reader, wanted = readers.get(option.kind, (str, "text"))
+    try:
+        value = reader(token)
+    except ValueError as problem:
+        raise UserError(f"{text} {token}: {wanted} is needed") from problem
+    if option.choices and value not in option.choices:
+        allowed = ", ".join(str(c) for c in option.choices)
+        raise UserError(f"{text} {token}: not one of {allowed}")
+    return value
+
+
+def _read_bool(token: str) -> bool:
+    if token.lower() in ("true", "1", "yes", "on"):
+        return True
+    if token.lower() in ("false", "0", "no", "off"):
+        return False
+    raise ValueError(token)
+
+
+def _read_pair(token: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in re.split(r"[,\s]+", token.strip("() ")))
+
+
+# --- resolve -----------------------------------------------------------------------------------
+
+
+def resolve(
+    argv: Sequence[str],
+    *,
+    world_size: int | None = None,
+    device: str | None = None,
+    environment: Environment | None = None,
+    multicast: Callable[[], bool] | None = None,
+    need_length: bool = True,
+) -> Plan:
+    """Turn a command line into a plan. Reads config.json and data indices, imports nothing heavy.
+
+    Args:
+        argv: Arguments without the program name.
+        world_size: Ranks of the run. Default: ``--world-size``, else ``--nodes`` x
+            ``--gpus-per-node``, else 8 (1 on CPU).
+        device: ``cpu``, ``cuda`` or a key of :data:`DEVICES`; ``--device`` by default, else
+            ``cuda`` where a GPU driver is loaded, else ``h100``.
+        environment: What is importable; by default looked up where the run is on this machine,
+            assumed to be a full GPU image where it is elsewhere.
+        multicast: Asks the hardware whether TP communication overlap can run; may raise. Called
+            only where the user asked for that overlap.
+        need_length: Insist on a run length.
+
+    Returns:
+        The plan. Whether it fits and divides is :func:`megatron_patch.training.parallel.check`'s
+        question.
+
+    Raises:
+        UserError: Anything in the user's words that does not make a plan.
+    """
+    if argv and not argv[0].startswith("-"):
+        from megatron_patch.training import legacy
+
+        raise UserError(legacy.answer(argv))
+    found = parse(argv)
+    own = OwnFlags(**{d: g.value for d, g in found.items() if g.option.own})
+    device = _device(own, device)
+    environment = environment or _environment(device)
+    world_size = _world_size(own, device, world_size)
+    plan = _join(found, own, {}, device, environment, world_size, multicast, need_length)
+    if own.parallel == "auto":
+        from megatron_patch.training import parallel
+
+        chosen, why = parallel.auto_layout(plan)
+        plan = _join(found, own, chosen, device, environment, world_size, multicast, need_length)
+        plan.notes += why
+    return plan
+
+
+def _join(
+    found: dict[str, _Given],
+    own: OwnFlags,
+    auto: Mapping[str, Any],
+    device: str,
+    environment: Environment,
+    world_size: int,
+    multicast: Callable[[], bool] | None,
+    need_length: bool,
+) -> Plan:
+    """Lay the layers over each other, weakest first."""
+    values = dict(megatron_defaults())
+    source = dict.fromkeys(values, MEGATRON_DEFAULT)
+    plan = Plan(values, source, own, None, [], None, world_size, device, environment)
+    user = {d: g for d, g in found.items() if not g.option.own}
+
+    def put(layer: Mapping[str, Any], name: str) -> None:
+        for dest, value in layer.items():
+            if dest not in values:
+                raise UserError(f"{name} sets {dest!r}, which is not a dest of Megatron's parser")
+            values[dest], source[dest] = value, name
+
+    eos = None
+    if own.hf_model:
+        plan.model, eos = _model(own.hf_model)
+        put(plan.model.args, MODEL_CONFIG)
+        plan.notes += plan.model.notes
+        for dest, given in user.items():
+            if dest in plan.model.args and plan.model.args[dest] != given.value:
+                plan.notes.append(
+                    f"{given.spelling} {_show(given.value)} overrules {own.hf_model}/config.json, "
+                    f"which says {_show(plan.model.args[dest])}"
+                )
+    if device == "cpu":
+        put({d.dest: d.value for d in CPU_DEFAULTS}, CPU_PLATFORM)
+    put(auto, AUTO)
+    for dest, given in user.items():
+        values[dest], source[dest] = given.value, COMMAND_LINE
+        if given.option.megatron is not None and given.option.kind != "bool":
+            plan._raw[dest] = [given.option.megatron, *_megatron_tokens(given)]
+        else:
+            # Megatron's parser cannot say it; it travels in the overlay.
+            source[dest] = f"{COMMAND_LINE} ({given.spelling})"
+
+    _own_to_megatron(plan, put)
+    _launch_defaults(plan, frozenset(user), put)
+    _tokenizer(plan, eos, put)
+    _tp_overlap(plan, multicast)
+    _directories(plan, put)
+    _length(plan, found, need_length, put)
+    return plan
+
+
+def _megatron_tokens(given: _Given) -> list[str]:
+    """Value tokens as Megatron's parser reads them (counts and digit groups written out)."""
+    if given.option.kind in ("count", "int") and not isinstance(given.value, list):
+        return [str(given.value)]
+    return given.tokens
+
+
+def _device(own: OwnFlags, device: str | None) -> str:
+    if own.device and device and own.device != device and "cpu" in (own.device, device):
+        raise UserError(f"--device {own.device}, but this run is on {device}; drop --device")
+    if own.device and own.device != "cuda":
+        return own.device
+    if device:
+        return device
+    if own.device == "cuda" or Path("/proc/driver/nvidia/version").exists():
+        return "cuda"
+    return "h100"
+
+
+def _environment(device: str) -> Environment:
+    if device == "cpu":
+        return Environment(te=False, deep_ep=False, wgrad=False)
+    if Path("/proc/driver/nvidia/version").exists():
+        return Environment.detect()
+    return Environment(te=True, deep_ep=False, wgrad=False, assumed=True)
+
+
+def _world_size(own: OwnFlags, device: str, world_size: int | None) -> int:
+    per_node = own.gpus_per_node or (1 if device == "cpu" else 8)
+    product = (own.nodes or 1) * per_node
+    if own.world_size and (own.nodes or own.gpus_per_node) and own.world_size != product:
+        raise UserError(
+            f"--world-size {own.world_size} against {own.nodes or 1} nodes x {per_node} ranks = "
+            f"{product}; give one of the two"
+        )
+    asked = own.world_size or (product if own.nodes or own.gpus_per_node else None)
+    if world_size is not None and asked is not None and asked != world_size:
+        raise UserError(f"{asked} ranks asked for, but this run has {world_size}; drop the flag")
+    size = world_size or asked or product
+    if size < 1:
+        raise UserError(f"--world-size {size}: at least 1 is needed")
+    return size
+
+
+def _model(directory: str) -> tuple[ModelSpec, int | None]:
+    """The family's answer to ``directory``/config.json and the id that ends a document."""
+    from megatron_patch.models import registry
+
+    hf = registry.load_config(directory)
+    spec = registry.get_family(hf.model_type).resolve(hf)
+    eos = hf.get("eos_token_id")
+    if isinstance(eos, list):
+        eos = eos[0] if eos else None
+    return spec, eos if isinstance(eos, int) else None
+
+
+def _own_to_megatron(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
+    """What ``--precision``, ``--fp8``, ``--vpp`` and the offloading flags mean to Megatron."""
+    own, values = plan.own, plan.values
+    for name in ("bf16", "fp16"):
+        if own.precision and values[name] and own.precision != name:
+            raise UserError(f"--precision {own.precision} and --{name} contradict each other")
+    if values["bf16"] and values["fp16"]:
+        raise UserError("--bf16 and --fp16 contradict each other; use --precision")
+    if own.fp8:
+        recipe, form, *_ = FP8_RECIPES[own.fp8]
+        for dest, wanted in (("fp8_recipe", recipe), ("fp8", form)):
+            if plan.given(dest) and values[dest] != wanted:
+                raise UserError(
+                    f"--fp8 {own.fp8} means {_megatron_option(dest)} {wanted}, but "
+                    f"{_megatron_option(dest)} {values[dest]} is given; keep one of them"
+                )
+            if not plan.given(dest):
+                put({dest: wanted}, f"{COMMAND_LINE} (--fp8 {own.fp8})")
+    if own.cpu_offloading and not plan.given("cpu_offloading_num_layers"):
+        layers = (values["num_layers"] or 2) - 1
+        put({"cpu_offloading_num_layers": layers}, f"{COMMAND_LINE} (--cpu-offloading)")
+        plan.notes.append(
+            f"--cpu-offloading: activations of {layers} of {layers + 1} layers go to host memory"
+        )
+    if own.cpu_offloading_optimizer:
+        wanted_true = (
+            "optimizer_cpu_offload",
+            "use_precision_aware_optimizer",
+            "overlap_cpu_optimizer_d2h_h2d",
+        )
+        for dest in wanted_true:
+            if not plan.given(dest):
+                put({dest: True}, f"{COMMAND_LINE} (--cpu-offloading-optimizer)")
+
+
+def _megatron_option(dest: str) -> str:
+    return next(f.options[0] for f in _compat.flag_table() if f.dest == dest)
+
+
+def _launch_defaults(
+    plan: Plan, given: frozenset[str], put: Callable[[Mapping[str, Any], str], None]
+) -> None:
+    """Apply :data:`LAUNCH_DEFAULTS` where no stronger layer spoke."""
+    context = Context(plan.values, given, plan.own, plan.device, plan.world_size, plan.environment)
+    for row in LAUNCH_DEFAULTS:
+        if plan.source[row.dest] != MEGATRON_DEFAULT:
+            continue
+        value = row.value(context) if callable(row.value) else row.value
+        if value is not SKIP:
+            put({row.dest: value}, LAUNCH_DEFAULT)
+    if plan.values["moe_token_dispatcher_type"] == "flex" and not plan.given(
+        "moe_token_dispatcher_type"
+    ):
+        plan.notes.append("DeepEP is installed: the flex dispatcher uses it")
+
+
+def _tokenizer(plan: Plan, eos: int | None, put: Callable[[Mapping[str, Any], str], None]) -> None:
+    """Give the id-only tokenizer its vocabulary and the end of a document."""
+    values = plan.values
+    if values["tokenizer_type"] != "NullTokenizer":
+        return
+    if values["vocab_size"] is None and values["padded_vocab_size"] is not None:
+        put({"vocab_size": values["padded_vocab_size"]}, LAUNCH_DEFAULT)
+    users = [
+        d
+        for d in (
+            "eod_mask_loss",
+            "reset_position_ids",
+            "reset_attention_mask",
+            "dataloader_inter_document_masking",
+        )
+        if values[d]
+    ]
+    if values["null_tokenizer_eod_id"] is None and eos is not None:
+        put({"null_tokenizer_eod_id": eos}, MODEL_CONFIG)
+        if users:
+            plan.notes.append(
+                f"{flag_name(users[0])}: a document ends with id {eos} (eos_token_id of "
+                "config.json); --null-tokenizer-eod-id N where the data was made with another"
+            )
+    elif users and values["null_tokenizer_eod_id"] is None:
+        raise UserError(
+            f"{flag_name(users[0])} needs the id that ends a document and none is known; "
+            "give --null-tokenizer-eod-id N"
+        )
+
+
+def _tp_overlap(plan: Plan, multicast: Callable[[], bool] | None) -> None:
+    """TP communication overlap stays only where the hardware can; one note otherwise."""
+    if not plan.values["tp_comm_overlap"]:
+        return
+    reason = None
+    if plan.device == "cpu":
+        reason = "it needs GPUs"
+    elif plan.values["tensor_model_parallel_size"] == 1:
+        raise UserError("--tp-comm-overlap has no effect with --tp 1; drop it or raise --tp")
+    elif multicast is not None:
+        try:
+            if not multicast():
+                reason = "the device has no multicast support"
+        except Exception as problem:
+            # Any failure of a capability query means "cannot", whatever its type.
+            reason = f"the multicast query failed ({type(problem).__name__}: {problem})"
+    elif plan.device in DEVICES and not DEVICES[plan.device][2]:
+        reason = f"{plan.device} has no multicast support"
+    if reason:
+        plan.values["tp_comm_overlap"] = False
+        plan.source["tp_comm_overlap"] = "hardware"
+        plan.notes.append(f"--tp-comm-overlap is off: {reason}; training goes on without it")
+
+
+# --- directories -------------------------------------------------------------------------------
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
+    """Run directory, resume and initial weights."""
+    own, values = plan.own, plan.values
+    detail = f"{COMMAND_LINE} (--output-dir)"
+    has_own = False
+    own_load = plan.given("load")
+    if own.output_dir:
+        checkpoints = os.path.join(own.output_dir, "checkpoints")
+        has_own = has_checkpoint(checkpoints)
+        put({"save": checkpoints}, detail)
+        if not plan.given("tensorboard_dir"):
+            put({"tensorboard_dir": os.path.join(own.output_dir, "tensorboard")}, detail)
+        if not own_load:
+            put({"load": checkpoints}, detail)
+            if has_own and not plan.given("exit_on_missing_checkpoint"):
+                put({"exit_on_missing_checkpoint": True}, LAUNCH_DEFAULT)
+                plan.notes.append(f"{checkpoints} holds a checkpoint: the run goes on from it")
+    elif plan.source["save"] == MEGATRON_DEFAULT:
+        plan.notes.append("no --output-dir: nothing will be saved")
+    if own_load:
+        load = values["load"]
+        if not has_checkpoint(load):
+            raise UserError(
+                f"--load {load}: no checkpoint there ({TRACKER} is missing or empty). Check the "
+                "path; to resume, --output-dir alone is enough; for weights only use --init-from"
+            )
+        if has_own:
+            plan.notes.append(
+                f"--load {load} restarts from there at every requeue, although "
+                f"{own.output_dir} has its own checkpoint; --init-from would go on from it"
+            )
+        if not plan.given("exit_on_missing_checkpoint"):
+            put({"exit_on_missing_checkpoint": True}, LAUNCH_DEFAULT)
+    if own.init_from:
+        put(
+            {"pretrained_checkpoint": initial_weights(own.init_from)},
+            f"{COMMAND_LINE} (--init-from)",
+        )
+        if values["load"] is None:
+            raise UserError("--init-from needs --output-dir, which the run goes on from later")
+        if has_own:
+            plan.notes.append(
+                f"--init-from is not used: {own.output_dir} has a checkpoint and goes on from it"
+            )
+
+
+def has_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Whether Megatron would find a checkpoint: its tracker file is there and not empty."""
+    try:
+        return bool((Path(directory) / TRACKER).read_text(encoding="utf-8").strip())
+    except OSError:
+        return False
+
+
+def initial_weights(directory: str) -> str:
+    """The Megatron checkpoint directory that ``--init-from`` names.
+
+    Raises:
+        UserError: Not a directory, no checkpoint in it, a single step's directory, or Hugging Face
+            files, which have to be converted first.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise UserError(f"--init-from {directory}: no such directory")
+    if has_checkpoint(path):
+        return directory
+    if has_checkpoint(path / "checkpoints"):
+        return str(path / "checkpoints")
+    if re.fullmatch(r"iter_\d{7}|release", path.name) and has_checkpoint(path.parent):
+        raise UserError(
+            f"--init-from {directory}: name the directory above, {path.parent}, whose {TRACKER} "
+            "says which step is taken"
+        )
+    if (path / "config.json").exists():
+        raise UserError(
+            f"--init-from {directory}: these are Hugging Face files; convert them to a Megatron "
+            "checkpoint first (toolkits/model_checkpoints_convertor) and name that directory"
+        )
+    raise UserError(
+        f"--init-from {directory}: neither a Megatron checkpoint ({TRACKER} is missing)"
+    )
+
+
+# --- run length ----------------------------------------------------------------------------------
+
+_UNITS = ("train_tokens", "train_iters", "train_samples", "epochs")
+
+
+def _length(
+    plan: Plan,
+    found: dict[str, _Given],
+    need: bool,
+    put: Callable[[Mapping[str, Any], str], None],
+) -> None:
+    """Exactly one run length, converted to steps (to samples where the batch size ramps up)."""
+    values = plan.values
+    asked = [found[u] for u in _UNITS if u in found]
+    last = max((g.segment for g in asked), default=0)
+    for weaker in [g for g in asked if g.segment < last]:
+        values_dest = weaker.option.dest
+        if values_dest in values:
+            put({values_dest: None}, f"{COMMAND_LINE} (overruled)")
+    asked = [g for g in asked if g.segment == last]
+    if len(asked) > 1:
+        both = " and ".join(f"{g.spelling} {' '.join(g.tokens)}" for g in asked)
+        raise UserError(f"{both}: a run has one length; keep one of them")
+    if not values["seq_length"]:
+        if need or asked:
+            raise UserError("--seq-length is missing: tokens a sequence, for example 4096")
+        return
+    batch = values["global_batch_size"]
+    if batch is None:
+        batch = values["micro_batch_size"] * plan.data_parallel_size
+        put({"global_batch_size": batch}, LAUNCH_DEFAULT)
+        plan.notes.append(
+            f"--global-batch-size {batch}: micro batch {values['micro_batch_size']} x "
+            f"{plan.data_parallel_size} data-parallel ranks"
+        )
+    for name, number in (("--seq-length", values["seq_length"]), ("--global-batch-size", batch)):
+        if number < 1:
+            raise UserError(f"{name} {number}: at least 1 is needed")
+    if not asked:
+        if need:
+            raise UserError(
+                "the run's length is missing: give one of --train-tokens, --train-iters, "
+                "--train-samples, --epochs"
+            )
+        return
+    given = asked[0]
+    unit, amount = given.option.dest, given.value
+    said = f"{given.spelling} {' '.join(given.tokens)}"
+    if amount <= 0:
+        raise UserError(f"{said}: more than 0 is needed")
+    length = values["seq_length"]
+    data_tokens = _epoch_tokens(plan, required=unit == "epochs")
+    if unit == "epochs":
+        assert data_tokens is not None
+        tokens_asked = amount * data_tokens
+        if tokens_asked < length:
+            raise UserError(f"{said}: {data_tokens} tokens are less than one sequence of {length}")
+        samples = math.floor(tokens_asked / length)
+    elif unit == "train_tokens":
+        samples = math.ceil(amount / length)
+    elif unit == "train_samples":
+        samples = amount
+    else:
+        samples = amount * batch
+    iters = math.ceil(samples / batch)
+    if unit != "train_iters" and iters * batch != samples:
+        plan.notes.append(
+            f"{said} is {samples / batch:.2f} steps of {batch} sequences: {iters} full steps run"
+        )
+    ramp = values["rampup_batch_size"] or values["step_batch_size_schedule"]
+    if ramp and unit != "train_iters":
+        put({"train_samples": samples, "train_iters": None}, f"{COMMAND_LINE} ({said})")
+        plan.notes.append("the batch size changes during the run: its length is kept in samples")
+    else:
+        samples = iters * batch
+        if unit != "train_iters":
+            put({"train_samples": None, "train_iters": iters}, f"{COMMAND_LINE} ({said})")
+    tokens = samples * length
+    epochs = tokens / data_tokens if data_tokens else None
+    plan.run = RunLength(iters, samples, tokens, epochs, said, data_tokens)
+    _warmup(plan, put)
+
+
+def _warmup(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
+    """Warm-up in the unit of the run, shorter than the run."""
+    assert plan.run is not None
+    values, run = plan.values, plan.run
+    by_samples = values["train_iters"] is None
+    other = values["lr_warmup_fraction"] is not None or values["lr_warmup_samples"]
+    if plan.source["lr_warmup_iters"] == MEGATRON_DEFAULT and not other:
+        put({"lr_warmup_iters": min(2000, run.iters // 100)}, LAUNCH_DEFAULT)
+    warmup = values["lr_warmup_iters"]
+    if values["lr_warmup_fraction"] is not None and plan.given("lr_warmup_iters"):
+        raise UserError("--lr-warmup-fraction and --warmup-steps are both given; keep one of them")
+    if plan.given("lr_warmup_iters") and warmup >= run.iters:
+        raise UserError(
+            f"--warmup-steps {warmup} against a run of {run.iters} steps ({run.asked}): the "
+            "learning rate would never reach its peak; shorten the warm-up or lengthen the run"
+        )
+    if by_samples and warmup:
+        batch = values["global_batch_size"]
+        put(
+            {"lr_warmup_samples": warmup * batch, "lr_warmup_iters": 0},
+            f"{plan.source['lr_warmup_iters']} (in samples)",
+        )
+    if not by_samples and values["lr_warmup_samples"]:
+        batch = values["global_batch_size"]
+        steps = math.ceil(values["lr_warmup_samples"] / batch)
+        plan.notes.append(f"--lr-warmup-samples {values['lr_warmup_samples']} is {steps} steps")
+        put(
+            {"lr_warmup_samples": 0, "lr_warmup_iters": steps},
+            f"{COMMAND_LINE} (--lr-warmup-samples)",
+        )
+
+
+def read_blend(tokens: Iterable[str]) -> list[tuple[float | None, str]]:
+    """Megatron's data grammar: prefixes, or weight prefix weight prefix ...
+
+    Returns:
+        (weight or None, prefix) for every data set.
+    """
+    items = list(tokens)
+
+    def number(text: str) -> float | None:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+    if len(items) > 1 and len(items) % 2 == 0 and all(number(w) is not None for w in items[::2]):
+        return [(number(w), prefix) for w, prefix in zip(items[::2], items[1::2], strict=True)]
+    return [(None, prefix) for prefix in items]
+
+
+def training_prefixes(values: Mapping[str, Any]) -> list[tuple[float | None, str]]:
+    """The training data sets of a plan's values, from whichever flag names them.
+
+    Raises:
+        UserError: A list file cannot be read.
+    """
+    if values["train_data_path"]:
+        return read_blend(values["train_data_path"])
+    if values["data_path"]:
+        return read_blend(values["data_path"])
+    try:
+        if values["per_split_data_args_path"]:
+            text = Path(values["per_split_data_args_path"]).read_text(encoding="utf-8")
+            return read_blend(json.loads(text).get("train") or [])
+        if values["data_args_path"]:
+            text = Path(values["data_args_path"]).read_text(encoding="utf-8")
+            return read_blend(text.split())
+    except (OSError, ValueError) as problem:
+        name = (
+            "per_split_data_args_path" if values["per_split_data_args_path"] else "data_args_path"
+        )
+        raise UserError(f"{_megatron_option(name)} {values[name]}: {problem}") from problem
+    return []
+
+
+#: Without ``--epochs`` the epoch figure is only a service: skip indices that take long to read.
+_FREE_INDEX_BYTES = 512 * 2**20
+
+
+def _epoch_tokens(plan: Plan, *, required: bool) -> int | None:
+    """Tokens of one pass over the training part of the data; None where it is not here."""
+    blend = training_prefixes(plan.values)
+    if not blend:
+        if required:
+            raise UserError("--epochs needs --data-path, whose tokens make an epoch")
+        return None
+    missing = [p for _, p in blend if not os.path.exists(f"{p}.idx")]
+    if missing:
+        if required:
+            raise UserError(f"--epochs: {missing[0]}.idx is not there, so an epoch has no length")
+        return None
+    if not required and sum(os.path.getsize(f"{p}.idx") for _, p in blend) > _FREE_INDEX_BYTES:
+        return None
+    from megatron_patch.data import idxmap
+
+    counts = [idxmap.token_count(prefix) for _, prefix in blend]
+    total = sum(counts)
+    split = plan.values["split"]
+    if split and not plan.values["train_data_path"] and not plan.values["per_split_data_args_path"]:
+        try:
+            parts = [float(x) for x in re.split(r"[,/\s]+", str(split).strip()) if x]
+        except ValueError as problem:
+            raise UserError(f"--split {split}: numbers such as 99,1,0 are needed") from problem
+        if parts and sum(parts) > 0:
+            total = math.floor(total * parts[0] / sum(parts))
+    if required and total == 0:
+        raise UserError(f"--epochs: {blend[0][1]} holds no tokens")
+    weights = [w for w, _ in blend if w is not None]
+    if required and len(weights) > 1:
+        shares = [
+            f"{os.path.basename(p)} {w / sum(weights) * sum(counts) / n:.2f} times"
+            for (w, p), n in zip(blend, counts, strict=True)
+            if w is not None and n
+        ]
+        plan.notes.append(
+            f"an epoch of the blend is as long as all its data ({human_count(total)} tokens); by "
+            f"weight each is then read: {', '.join(shares)}"
+        )
+    return total
+
+
+# --- small shared things ----------------------------------------------------------------------
+
+
+def _model_parallel(values: Mapping[str, Any]) -> int:
+    return int(
+        values["tensor_model_parallel_size"]
+        * values["pipeline_model_parallel_size"]
+        * values["context_parallel_size"]
+    )
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 6 and len({*map(str, value)}) < 4:
+        runs: list[tuple[Any, int]] = []
+        for item in value:
+            if runs and runs[-1][0] == item:
+                runs[-1] = (item, runs[-1][1] + 1)
+            else:
+                runs.append((item, 1))
+        if len(runs) <= 8:
+            return "+".join(f"[{v}]*{n}" for v, n in runs)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def help_text(program: str, everything: bool = False) -> str:
+    """The help of a command that takes these flags; ``everything`` adds Megatron's own."""
+    lines = [f"usage: {program} --hf-model DIR --data-path PREFIX --output-dir DIR [flags]", ""]
+    for group in dict.fromkeys(flag.group for flag in OWN_FLAGS):
+        lines.append(f"{group}:")
+        for flag in OWN_FLAGS:
+            if flag.group != group:
+                continue
+            head = f"  {flag.name} {flag.metavar}".rstrip()
+            choices = f" ({'|'.join(flag.choices)})" if flag.choices else ""
+            default = f" [{flag.default}]" if flag.default else ""
+            lines.append(f"{head:<34}{flag.help}{choices}{default}")
+            if flag.aliases:
+                lines.append(f"{'':<34}also {' '.join(flag.aliases)}")
+        lines.append("")
+    lines.append("One of --train-tokens, --train-iters, --train-samples, --epochs is needed.")
+    lines.append("Every Megatron flag passes through and wins; --no-FLAG switches a flag off;")
+    lines.append("_ equals -. --help-all lists them with the defaults set here.")
+    if everything:
+        lines += ["", "Launch defaults (below the model config and your flags):"]
+        for row in LAUNCH_DEFAULTS:
+            value = "as needed" if callable(row.value) else row.value
+            lines.append(f"  {row.dest:<38}{value!s:<18}{row.reason}")
+        lines += ["", "On CPU ranks:"]
+        for row in CPU_DEFAULTS:
+            lines.append(f"  {row.dest:<38}{row.value!s:<18}{row.reason}")
+        version = _compat.installed_version("megatron-core") or "not installed; snapshot"
+        lines += ["", f"Megatron's flags (megatron-core {version}):"]
+        for upstream in _compat.flag_table():
+            kind = "" if upstream.action != "store" else f" {upstream.type.upper()}"
+            many = {"+": " ...", "*": " ..."}.get(str(upstream.nargs), "")
+            choices = f" ({'|'.join(map(str, upstream.choices))})" if upstream.choices else ""
+            if len(choices) > 120:
+                choices = ""
+            lines.append(
+                f"  {' '.join(upstream.options)}{kind}{many}{choices} [{upstream.default}]"
+            )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(help_text("python -m megatron_patch.pretrain", "--help-all" in sys.argv))
