@@ -30,8 +30,8 @@ from megatron_patch.util import UserError
 GROUPS = MappingProxyType(
     {
         "core": "megatron_patch.patches",
-        "cpu": "megatron_patch.platform.cpu",
         "torch": "megatron_patch.platform.torch_backend",
+        "cpu": "megatron_patch.platform.cpu",
     }
 )
 
@@ -66,7 +66,8 @@ class Patch:
         absent: The target does not exist upstream; the patch provides it.
         needed: Tells why the patch is not needed on this machine, or None if it is.
         versions: Megatron-Core versions it was written for, as a PEP 440 specifier.
-        group: ``core`` or ``cpu``.
+        group: ``core``, ``torch`` (this library's modules in place of Transformer Engine's) or
+            ``cpu`` (the CPU platform).
     """
 
     name: str
@@ -385,7 +386,7 @@ def apply(names: Iterable[str] | None = None, *, group: str = "core") -> tuple[s
 
     Args:
         names: Which of the group's patches; None for all of them.
-        group: ``core``, or ``cpu`` for the CPU platform's list.
+        group: One of :data:`GROUPS`.
 
     Returns:
         Names of the patches that this call put in force (not those that are not needed here).
