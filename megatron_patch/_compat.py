@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -19,6 +20,8 @@ from megatron_patch.util import atomic_write
 #: Inclusive lower and exclusive upper bound of the Megatron-Core line that is tested.
 MEGATRON_CORE_MIN = "0.19.2"
 MEGATRON_CORE_BELOW = "0.20"
+#: Oldest torch; containers ship pre-releases of a version, which count as it.
+TORCH_MIN = "2.8"
 
 
 def installed_version(distribution: str) -> str | None:
@@ -44,6 +47,15 @@ def core_problem() -> str | None:
         return None
     state = "is not installed" if installed is None else f"{installed} is installed"
     return f"megatron-core {wanted} is needed, {state}: pip install 'megatron-core{wanted}'"
+
+
+def torch_problem() -> str | None:
+    """Why the installed torch cannot be used, with the remedy; None if it can."""
+    installed = installed_version("torch")
+    if version_in(installed, f">={TORCH_MIN}.dev0"):
+        return None
+    state = "is not installed" if installed is None else f"{installed} is installed"
+    return f"torch >= {TORCH_MIN} is needed, {state}: pip install 'torch>={TORCH_MIN}'"
 
 
 # --- the flags of Megatron's own parser -----------------------------------------------------
@@ -166,6 +178,32 @@ def write_flag_snapshot() -> int:
     body = ",\n".join(rows)
     atomic_write(FLAG_SNAPSHOT, f'{{"megatron_core": {version}, "flags": [\n{body}\n]}}\n')
     return len(rows)
+
+
+# --- moved upstream calls -----------------------------------------------------------------------
+
+
+def pretrain(
+    args: Any, model_config: Any, datasets: Callable[..., Any], forward_step: Callable[..., Any]
+) -> None:
+    """Upstream's `pretrain`, whose positional order moved in the last minor versions.
+
+    Args:
+        args: validated Megatron arguments.
+        model_config: what `training/model.py: model_config` returns.
+        datasets: dataset provider.
+        forward_step: forward step.
+    """
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain as upstream
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    upstream(
+        cfg_container=pretrain_cfg_container_from_args(args, model_config),
+        train_valid_test_dataset_provider=datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+    )
 
 
 def main(argv: list[str]) -> int:
