@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -43,6 +44,8 @@ SPLIT = "95,5,0"
 MAX_BYTES = 8_000_000
 MIN_BYTES = 500_000
 END_OF_TEXT = "<|endoftext|>"
+#: Run directory of a call without flags.
+DEFAULT_OUTPUT = Path("runs/demo-qwen3")
 
 # Table-like sources teach a model little; test trees are often stripped by distributors, so that
 # the corpus would differ between machines with the same Python.
@@ -361,6 +364,45 @@ def saved_step(output_dir: Path) -> int:
         return int(tracker.read_text(encoding="utf-8").strip())
     except (OSError, ValueError):
         return 0
+
+
+def report(output_dir: Path, start: int, script: str) -> str:
+    """What a finished call says: the loss of this call and of the whole run, files, next steps."""
+    from megatron_patch.training import metrics
+
+    records = metrics.read(output_dir)
+    lines = ["", f"demo: {metrics.summary(records)}"]
+    recent = [r for r in records if r["iteration"] > start]
+    if start and recent:
+        lines.append(f"demo: this call: {metrics.summary(recent)}")
+    produced = (
+        ("checkpoint", "checkpoints"),
+        ("loss curve", "loss.png"),
+        ("every step's numbers", "metrics.jsonl"),
+        ("TensorBoard", "tensorboard"),
+        ("text log", "logs/node0.log"),
+    )
+    for what, name in produced:
+        path = output_dir / name
+        lines.append(f"  {what + ':':<22}{path}" + ("" if path.exists() else "  (not written)"))
+    lines += [
+        "",
+        "Next:",
+        f"  the same again, {STEPS} steps further:",
+        f"    {shlex.join([script])}" + _same_place(output_dir),
+        '  your own text, tokenized for your model (one JSON object a line, the text under "text"):',
+        "    python -m megatron_patch.cli preprocess --input TEXT.jsonl --hf-model MODEL "
+        "--output-prefix data/text --append-eod",
+        "  your own model, checked before it starts; without --dry-run it trains:",
+        f"    {shlex.join([script])} --hf-model MODEL --data-path data/text_text_document "
+        "--output-dir runs/mine --train-tokens 100M --dry-run",
+    ]
+    return "\n".join(lines)
+
+
+def _same_place(output_dir: Path) -> str:
+    default = output_dir == DEFAULT_OUTPUT
+    return "" if default else f" --demo --output-dir {shlex.quote(str(output_dir))}"
 
 
 def main(argv: list[str] | None = None) -> int:

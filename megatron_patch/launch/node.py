@@ -1,0 +1,258 @@
+"""One call of a launcher on one node: check, announce, run or show; the embedded demo."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_patch import __version__
+from megatron_patch.launch.flags import NEUTRAL, Flags, Options, split_flags
+from megatron_patch.launch.process import Command, build_command, supervise
+from megatron_patch.launch.world import Machine, World, detect, probe
+from megatron_patch.training import args
+from megatron_patch.util import UserError
+
+
+def with_output_dir(flags: Flags) -> tuple[Path, Flags]:
+    """The run directory, and the flags with its name in them.
+
+    Without ``--output-dir`` it is ``runs/<model>``: the same on every node and for every repetition
+    of the command, which is what going on after an interruption needs. A time stamp is neither.
+    """
+    given = flags.get("output_dir")
+    if given is not None:
+        return Path(given), flags
+    folder = Path("runs", Path(flags.get("hf_model") or "run").absolute().name)
+    return folder, replace(flags, defaults=(*flags.defaults, "--output-dir", str(folder)))
+
+
+def link_logs(run: Path) -> str | None:
+    """Point ``./logs/<run>`` at the run directory; returns a sentence when it could not."""
+    link = Path("logs", run.absolute().name)
+    if link.parent.absolute() == run.parent.absolute():
+        return None  # the runs live there themselves
+    target = os.path.relpath(run.absolute(), link.parent.absolute())
+    try:
+        if link.is_symlink() and os.readlink(link) == target:
+            return None
+        if link.exists() and not link.is_symlink():
+            return f"{link} exists and is no link: left as it is"
+        link.parent.mkdir(exist_ok=True)
+        fresh = link.with_name(f".{link.name}.{os.getpid()}")
+        fresh.symlink_to(target, target_is_directory=True)
+        fresh.replace(link)
+    except OSError as error:
+        return f"no link {link}: {error.strerror}"
+    return None
+
+
+def preflight(world: World, flags: Flags, *, quiet: bool) -> int:
+    """Run ``megatron-patch check`` on the flags; with ``quiet`` only failures are shown."""
+    import contextlib
+    import io
+
+    try:
+        from megatron_patch.training import parallel
+    except ImportError:
+        return 0
+
+    shown = io.StringIO()
+    argv = [*flags.argv(), "--nnodes", str(world.nodes)]
+    argv += ["--nproc-per-node", str(world.ranks_per_node)]
+    with contextlib.redirect_stdout(shown):
+        status = parallel.main(argv)
+    if status or not quiet:
+        print(shown.getvalue(), end="", flush=True)
+    return status
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ``examples/_lib.sh`` hands over."""
+
+    entry: str  # "pretrain" | "sft"
+    script: str
+    defaults: tuple[str, ...]
+    user: tuple[str, ...]
+
+
+def wants_demo(flags: Flags, options: Options) -> bool:
+    """Whether this call is the embedded demo; refuses a call that trains nothing.
+
+    Raises:
+        UserError: flags were given but no model.
+    """
+    has_model = flags.get("hf_model") is not None
+    if options.demo:
+        if has_model:
+            raise UserError("--demo brings its own model; leave out either --demo or --hf-model")
+        return True
+    if has_model:
+        return False
+    if flags.user or options.given - NEUTRAL:
+        raise UserError(
+            "no model given: add --hf-model DIR, a Hugging Face directory with config.json and "
+            "tokenizer (or --demo for the embedded demo with these flags)"
+        )
+    return True
+
+
+def run(call: Call) -> int:
+    """One call of a launcher, from flags to exit status."""
+    environ = dict(os.environ)
+    options, rest = split_flags(call.user)
+    if options.hostfile is not None:
+        raise UserError("--hostfile belongs to the mpi_run_... launchers")
+    flags = Flags(call.defaults, tuple(rest))
+    demo = wants_demo(flags, options)
+    machine = probe(environ)
+    if demo and options.ranks_per_node is None and not _started_per_rank(environ):
+        # The tiny model gains nothing from more ranks, and one rank runs on every machine.
+        options = replace(options, ranks_per_node=1)
+    device = flags.get("device")
+    if device is not None:
+        device = "cpu" if device == "cpu" else "cuda"
+    world = detect(environ, options, machine, device)
+    if demo:
+        return run_demo(call, options, flags.user, world, machine, environ)
+    folder, flags = with_output_dir(flags)
+    return start(call, options, world, machine, environ, flags, folder)
+
+
+def _started_per_rank(environ: Mapping[str, str]) -> bool:
+    return int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1) > 1
+
+
+def start(
+    call: Call,
+    options: Options,
+    world: World,
+    machine: Machine,
+    environ: Mapping[str, str],
+    flags: Flags,
+    folder: Path,
+    checked: Flags | None = None,
+) -> int:
+    """Check, announce and run (or show) the training command of this node.
+
+    ``checked`` stands in for ``flags`` in the check, where what they name is not there yet.
+    """
+    device = ("--device", world.device)
+    if flags.get("device") is None:
+        flags = replace(flags, defaults=(*flags.defaults, *device))
+        checked = checked and replace(checked, defaults=(*checked.defaults, *device))
+    checked = checked or flags
+    command = build_command(world, call.entry, flags, environ, machine)
+    if world.leads or options.dry_run:
+        print(f"megatron_patch {__version__}: {Path(call.script).name} -> {call.entry}")
+        print(world.line())
+        print(f"this is node {world.node_rank}" + (f", rank {world.rank[0]}" if world.rank else ""))
+        for note in world.notes:
+            print(f"note: {note}")
+        if "MP_LATER_PYTHON" in environ:
+            print("note: no Python environment with megatron-core yet; a real call makes one first")
+        print(f"run directory: {folder}", flush=True)
+    srun = _srun(call, world, environ) if world.needs_srun else None
+    if srun is not None and (options.dry_run or shutil.which("srun")):
+        if not options.dry_run:
+            print(f"started once for {world.nodes} nodes, so srun starts it on each", flush=True)
+            if not options.no_check and (status := preflight(world, checked, quiet=True)):
+                return status
+            return supervise(srun, environ, None)
+        print(f"\nthis was started once, so it goes on through srun:\n{srun.shell()}")
+    if options.dry_run:
+        print(f"\n{command.shell()}\n", flush=True)
+    if not options.no_check:
+        status = preflight(world, checked, quiet=not (world.leads or options.dry_run))
+        if status:
+            return status
+    if options.dry_run:
+        print("dry run: nothing was started or written")
+        return 0
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    if world.leads and (problem := link_logs(folder)):
+        print(f"note: {problem}")
+    log = logs / f"node{world.node_rank}.log"
+    with log.open("a", encoding="utf-8") as out:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        out.write(f"\n=== {stamp} {world.line()}\n=== {command.shell()}\n")
+    if world.leads:
+        print(f"text log: {log}", flush=True)
+    status = supervise(command, environ, log)
+    if status:
+        print(
+            f"error: training on node {world.node_rank} ended with status {status}; see {log}",
+            file=sys.stderr,
+        )
+    return status
+
+
+def _srun(call: Call, world: World, environ: Mapping[str, str]) -> Command:
+    argv = ["srun", f"--nodes={world.nodes}", f"--ntasks={world.nodes}", "--ntasks-per-node=1"]
+    # A step no longer inherits the job's cores and would bind its one task to a single one.
+    if cores := environ.get("SLURM_CPUS_ON_NODE"):
+        argv.append(f"--cpus-per-task={cores}")
+    argv += ["--kill-on-bad-exit=1", "bash", call.script, *call.user]
+    return Command(tuple(argv), {})
+
+
+def run_demo(
+    call: Call,
+    options: Options,
+    user: tuple[str, ...],
+    world: World,
+    machine: Machine,
+    environ: Mapping[str, str],
+) -> int:
+    """Prepare (once), train, and say what to do next."""
+    from megatron_patch.data import demo
+
+    if world.nodes > 1 or world.rank is not None:
+        where = f"{world.nodes} nodes" if world.nodes > 1 else "one process per rank"
+        raise UserError(
+            f"the embedded demo runs on one node, and this is a {world.env} environment with "
+            f"{where}: add --hf-model DIR and your flags for a real run, or --env single for the "
+            "demo on this node alone"
+        )
+    given = Flags((), user)
+    folder = Path(given.get("output_dir") or demo.DEFAULT_OUTPUT)
+    for dest in ("train_tokens", "train_samples", "epochs"):
+        if given.get(dest) is not None:
+            raise UserError(
+                f"the demo's length is given in steps: --train-iters, not {args.flag_name(dest)}"
+            )
+    steps = given.get("train_iters") or demo.STEPS
+    plan = demo.schedule(demo.saved_step(folder), steps)
+    inputs = folder / "input"
+
+    def flags_for(inputs: Path) -> Flags:
+        defaults = [*demo.train_flags(inputs, world.size), "--output-dir", str(folder)]
+        final = ["--train-iters", str(plan.end)]
+        if plan.extends:
+            # Without it the checkpoint's schedule is kept, and a longer one refused.
+            final += ["--override-opt-param-scheduler"]
+        return Flags(tuple(defaults), user, tuple(final))
+
+    print("demo: a tiny Qwen3 on the text of Python's standard library", flush=True)
+    print(plan.says, flush=True)
+    flags = flags_for(inputs)
+    if options.dry_run and demo.read_prepared(inputs) is None:
+        print(f"demo: a real call first prepares text, tokenizer and model in {inputs}")
+        with tempfile.TemporaryDirectory(prefix="megatron-patch-demo-") as scratch:
+            demo.write_model(Path(scratch, "model"), None)
+            stand_in = flags_for(Path(scratch))
+            return start(call, options, world, machine, environ, flags, folder, stand_in)
+    if options.dry_run:
+        return start(call, options, world, machine, environ, flags, folder)
+    demo.prepare(inputs)
+    status = start(call, options, world, machine, environ, flags, folder)
+    if status == 0:
+        print(demo.report(folder, plan.start, call.script), flush=True)
+    return status

@@ -1,0 +1,150 @@
+"""This node's command line, and running it under a text log."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_patch.launch.flags import Flags
+from megatron_patch.launch.world import Machine, World
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line and what it changes in the environment."""
+
+    argv: tuple[str, ...]
+    set: Mapping[str, str]
+    unset: tuple[str, ...] = ()
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """``environ`` with the changes applied."""
+        changed = {k: v for k, v in environ.items() if k not in self.unset}
+        return {**changed, **self.set}
+
+    def shell(self) -> str:
+        """The same as one shell line to copy and paste."""
+        parts = [f"{k}={v}" for k, v in sorted(self.set.items())]
+        drops = [p for name in self.unset for p in ("-u", name)]
+        return shlex.join([*(["env", *drops] if drops or parts else []), *parts, *self.argv])
+
+
+def interpreter(environ: Mapping[str, str]) -> str:
+    """The Python that trains: this one, or the one that a real call would first make."""
+    return environ.get("MP_LATER_PYTHON") or sys.executable
+
+
+def _torchrun(environ: Mapping[str, str]) -> list[str]:
+    """``torchrun`` of the training interpreter, not whichever comes first on PATH."""
+    python = interpreter(environ)
+    beside = Path(python).with_name("torchrun")
+    if beside.is_file() or "MP_LATER_PYTHON" in environ:
+        return [str(beside)]
+    return [python, "-m", "torch.distributed.run"]
+
+
+def build_command(
+    world: World, entry: str, flags: Flags, environ: Mapping[str, str], machine: Machine
+) -> Command:
+    """The line that starts this node's ranks: torchrun, or one plain process per rank."""
+    settings = {
+        # The working directory must not shadow modules: people keep a `data/` or `types.py` there.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if "PYTHONPATH" in environ:
+        # Each launcher in a chain adds the checkout; once is enough.
+        folders = dict.fromkeys(environ["PYTHONPATH"].split(os.pathsep))
+        settings["PYTHONPATH"] = os.pathsep.join(folders)
+    if world.device == "cpu" and "OMP_NUM_THREADS" not in environ:
+        # torchrun would set 1 and leave the other cores idle.
+        settings["OMP_NUM_THREADS"] = str(max(1, machine.cores // world.ranks_per_node))
+    if (
+        world.device == "cuda"
+        and machine.capability < 10  # from Blackwell on, Megatron-Core no longer asks for it
+        and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ
+        and not (flags.get("use_megatron_fsdp") or flags.get("use_torch_fsdp2"))
+    ):
+        # Communication of tensor and context parallelism overlaps only in launch order.
+        settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    module = f"megatron_patch.{entry}"
+    if world.rank is not None:
+        settings |= {
+            "RANK": str(world.rank[0]),
+            "LOCAL_RANK": str(world.rank[1]),
+            "WORLD_SIZE": str(world.size),
+            "LOCAL_WORLD_SIZE": str(world.ranks_per_node),
+            "MASTER_ADDR": world.master_addr,
+            "MASTER_PORT": str(world.master_port),
+        }
+        return Command((interpreter(environ), "-m", module, *flags.argv()), settings)
+    if world.nodes == 1 and not world.master_port:
+        place = ["--standalone", "--nnodes", "1"]
+    else:
+        place = ["--nnodes", str(world.nodes), "--node-rank", str(world.node_rank)]
+        place += ["--master-addr", world.master_addr, "--master-port", str(world.master_port)]
+    argv = [*_torchrun(environ), *place, "--nproc-per-node", str(world.ranks_per_node)]
+    # torchrun takes PET_* as defaults of flags that are not given, such as another rendezvous.
+    stale = tuple(sorted(k for k in environ if k.startswith("PET_")))
+    return Command((*argv, "-m", module, *flags.argv()), settings, stale)
+
+
+def supervise(command: Command, environ: Mapping[str, str], log: Path | None) -> int:
+    """Run ``command``, copy its output to stdout and append it to ``log``; returns its status.
+
+    The child gets its own process group and every terminating signal that reaches this process, so
+    a scheduler's notice, Ctrl-C and ``kill`` all act the same. Killed by signal N gives 128 + N.
+    """
+    received: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _frame: object) -> None:
+        received.append(number)
+        if child is not None and child.poll() is None:
+            child.send_signal(number)
+
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    previous = {number: signal.signal(number, forward) for number in handled}
+    sink = log.open("ab", buffering=0) if log is not None else None
+    try:
+        child = subprocess.Popen(
+            command.argv,
+            env=command.environment(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        for number in received:  # a signal between the two lines above
+            child.send_signal(number)
+        pipe = child.stdout
+        assert pipe is not None
+
+        def copy() -> None:
+            while chunk := os.read(pipe.fileno(), 1 << 16):
+                if sink is not None:
+                    sink.write(chunk)
+                try:
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.buffer.flush()
+                except (BrokenPipeError, ValueError):
+                    pass  # nobody reads the terminal any more; the log still does
+
+        reader = threading.Thread(target=copy, daemon=True)
+        reader.start()
+        status = child.wait()
+        # A process that outlives its parent may keep the pipe open for ever.
+        reader.join(timeout=5)
+        return 128 - status if status < 0 else status
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if sink is not None:
+            sink.close()
