@@ -55,6 +55,14 @@ PATCHES: tuple[Patch, ...] = (
         "570ef09b3981bc65",
     ),
     _patch(
+        "final-norm",
+        "transformer.transformer_block.LayerNormImpl",
+        "megatron_patch.ops.linear:Norm",
+        "transformer.transformer_block._get_block_submodules",
+        "d25d020e7e595939",
+        why="the norm after the last layer refuses sequence parallelism",
+    ),
+    _patch(
         "moe",
         "models.gpt.moe_module_specs.TESpecProvider",
         _PROVIDER,

@@ -1,0 +1,277 @@
+"""Raw numbers of every step: `metrics.jsonl` while training, `loss.png` from it afterwards.
+
+Upstream's log line averages (the second line after every start is the mean of two steps); these
+are the step's own values. Records are only ever appended: after a restart a step may stand twice,
+and the last record of a step counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from megatron_patch.util import UserError, atomic_write
+
+FILE = "metrics.jsonl"
+
+
+class Recorder:
+    """Appends one record a step on global rank 0; the other ranks take part in its collectives.
+
+    Args:
+        path: the file, or None to record nothing.
+        rank: global rank.
+        world_size: number of ranks.
+        pipeline: pipeline-parallel size; with more than one stage the loss is on the last rank
+            only and is sent to rank 0.
+        echo: prints a line a step on rank 0, for runs whose last rank is on another node.
+    """
+
+    def __init__(
+        self, path: Path | None, *, rank: int, world_size: int, pipeline: int, echo: bool = False
+    ) -> None:
+        self.rank, self.world_size, self.pipeline, self.echo = rank, world_size, pipeline, echo
+        self._file: IO[bytes] | None = None
+        if path is not None and rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "ab")  # noqa: SIM115 - lives as long as the run
+        self._last = time.perf_counter()
+
+    def start(self) -> None:
+        """The clock of the first step."""
+        self._last = time.perf_counter()
+
+    def _to_rank_0(self, losses: dict[str, Any]) -> dict[str, float]:
+        """Values of the last stage, on rank 0 too."""
+        values = {name: _mean(value) for name, value in losses.items()}
+        if self.pipeline == 1:
+            return values
+        import torch
+
+        box: list[Any] = [values]
+        torch.distributed.broadcast_object_list(box, src=self.world_size - 1)
+        return dict(box[0])
+
+    def step(self, iteration: int, losses: dict[str, Any], **extra: Any) -> None:
+        """Record a training step.
+
+        Args:
+            iteration: steps done, this one included.
+            losses: name -> loss of this step (scalar tensor or [sum, count]).
+            **extra: further values, None is left out.
+        """
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        values = self._to_rank_0(losses)
+        if self.rank != 0:
+            return
+        record = {"iteration": iteration, **values, "seconds": round(seconds, 6), **extra}
+        tokens = extra.get("tokens")
+        if tokens:
+            record["tokens_per_second"] = round(tokens / seconds, 1)
+            record["tokens_per_second_per_rank"] = round(tokens / seconds / self.world_size, 1)
+        self._write(record)
+        if self.echo:
+            losses_text = " | ".join(f"{name}: {value:.6E}" for name, value in values.items())
+            print(f" iteration {iteration} | {losses_text} | {seconds * 1000:.1f} ms", flush=True)
+
+    def evaluation(self, iteration: int, name: str, losses: dict[str, Any]) -> None:
+        """Record an evaluation."""
+        values = self._to_rank_0(losses)
+        if self.rank == 0:
+            self._write({"iteration": iteration, "evaluation": name, **values})
+        self._last = time.perf_counter()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        clean = {
+            k: (str(v) if isinstance(v, float) and not math.isfinite(v) else v)
+            for k, v in record.items()
+            if v is not None
+        }
+        self._file.write(orjson.dumps(clean) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _mean(value: Any) -> float:
+    if hasattr(value, "numel"):
+        if value.numel() == 2:
+            total, count = value.tolist()
+            return float(total / max(count, 1))
+        return float(value.item())
+    return float(value)
+
+
+#: The recorder of this process; set by the entry point, used by the patch in `patches/`.
+RECORDER: Recorder | None = None
+
+
+def log_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap upstream's `training_log`: record first, then let it log as ever."""
+    import inspect
+
+    signature = inspect.signature(original)
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        if RECORDER is not None:
+            _record(RECORDER, signature.bind(*args, **kwargs).arguments)
+        return original(*args, **kwargs)
+
+    return training_log
+
+
+def _record(recorder: Recorder, bound: dict[str, Any]) -> None:
+    import torch
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+    from megatron.training import get_args
+
+    args = get_args()
+    batch = get_current_global_batch_size()
+    tokens = batch * args.seq_length
+    grad_norm = bound["grad_norm"]
+    recorder.step(
+        bound["iteration"],
+        bound["loss_dict"],
+        consumed_samples=args.consumed_train_samples,
+        tokens=tokens,
+        learning_rate=bound["learning_rate"],
+        grad_norm=None if grad_norm is None else float(grad_norm),
+        loss_scale=float(bound["loss_scale"]),
+        skipped=int(bound["skipped_iter"]),
+        peak_memory_bytes=torch.cuda.max_memory_allocated() or None,
+    )
+
+
+def log_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap upstream's `evaluate` to record its losses."""
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if RECORDER is not None and result[0] is not None:
+            from megatron.training import get_args
+
+            RECORDER.evaluation(get_args().curr_iteration, "validation", result[0])
+        return result
+
+    return evaluate
+
+
+# --- reading and drawing ------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Training records of a `metrics.jsonl`, one a step, in order of steps.
+
+    Args:
+        path: the file or the run directory that holds it.
+
+    Raises:
+        UserError: no such file, or a line that is not JSON (a torn last line is dropped).
+    """
+    path = path / FILE if path.is_dir() else path
+    if not path.exists():
+        raise UserError(f"{path}: no such file; a run directory holds one after its first step")
+    steps: dict[int, dict[str, Any]] = {}
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            if number == len(lines):
+                break  # the writer was killed in the middle of a record
+            raise UserError(f"{path}:{number}: not JSON ({error})") from error
+        if "evaluation" not in record:
+            steps[record["iteration"]] = record
+    return [steps[i] for i in sorted(steps)]
+
+
+def draw(runs: Sequence[tuple[str, list[dict[str, Any]]]], output: Path, key: str) -> None:
+    """Write a PNG with one curve a run.
+
+    Args:
+        runs: (label, records) as `read` returns them.
+        output: PNG file, replaced when complete.
+        key: the value to draw over steps.
+    """
+    import io
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    for label, records in runs:
+        points = [(r["iteration"], r[key]) for r in records if isinstance(r.get(key), float)]
+        axes.plot([x for x, _ in points], [y for _, y in points], label=label, linewidth=1.2)
+    axes.set_xlabel("step")
+    axes.set_ylabel(key)
+    axes.grid(alpha=0.3)
+    if len(runs) > 1:
+        axes.legend()
+    figure.tight_layout()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    pyplot.close(figure)
+    atomic_write(output, buffer.getvalue())
+
+
+def main(argv: list[str]) -> int:
+    """`megatron-patch plot RUN...`: draw a value of one or several runs as PNG."""
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="megatron-patch plot", description="Draw the loss of runs over their steps."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories or metrics.jsonl files")
+    parser.add_argument("--key", default="lm loss", help="value to draw (default: 'lm loss')")
+    parser.add_argument("--output", type=Path, default=Path("loss.png"), help="PNG to write")
+    options = parser.parse_args(argv)
+    try:
+        runs = [(run.name, read(run)) for run in options.runs]
+        known = sorted({k for _, rows in runs for r in rows for k in r if isinstance(r[k], float)})
+        if options.key not in known:
+            raise UserError(f"--key {options.key!r}: the runs hold {', '.join(known) or 'nothing'}")
+        draw(runs, options.output, options.key)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(options.output)
+    return 0
+
+
+def summary(records: Iterable[dict[str, Any]], key: str = "lm loss") -> str:
+    """First and last value and the mean speed, in a line."""
+    rows = [r for r in records if isinstance(r.get(key), float)]
+    if not rows:
+        return "no step recorded"
+    first, last = rows[0], rows[-1]
+    text = (
+        f"{key} {first[key]:.3f} (step {first['iteration']}) -> {last[key]:.3f} "
+        f"(step {last['iteration']})"
+    )
+    speeds = sorted(r["tokens_per_second"] for r in rows if "tokens_per_second" in r)
+    if speeds:
+        text += f", {speeds[len(speeds) // 2]:,.0f} tokens/s (median)"
+    return text
+
+
+def to_json(value: Any) -> bytes:
+    """Pretty JSON; what JSON lacks is written as text."""
+    return json.dumps(value, indent=2, default=str).encode() + b"\n"

@@ -1,0 +1,210 @@
+"""From a command line to a training run: platform, patches, arguments, run directory, training.
+
+The entry points (`pretrain.py`, later `sft.py`) differ in their data and loss only; everything
+around those is here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch.util import UserError, atomic_write
+
+if TYPE_CHECKING:
+    from megatron_patch.training.args import Plan
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What tells one entry point from another.
+
+    Attributes:
+        name: program name in messages.
+        datasets: upstream's dataset provider.
+        forward_step: upstream's forward step.
+    """
+
+    name: str
+    datasets: Callable[..., Any]
+    forward_step: Callable[..., Any]
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Global rank and world size, as torchrun sets them; (0, 1) without it."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _single_process() -> None:
+    """Without torchrun one process is the whole world."""
+    if "RANK" in os.environ:
+        return
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+
+
+def set_up(argv: Sequence[str]) -> Plan:
+    """Diagnose the machine, choose the platform, resolve the arguments and apply the patches.
+
+    Nothing of Megatron is imported before the machine is known to be sound.
+
+    Args:
+        argv: the command line without the program.
+
+    Raises:
+        UserError: with what is wrong and what to do.
+    """
+    from megatron_patch import info
+    from megatron_patch.patches import registry
+    from megatron_patch.platform import cpu, detect, torch_backend
+    from megatron_patch.training import args as arguments
+
+    problems = [str(p) for p in info.diagnose() if p.fatal]
+    if problems:
+        raise UserError("; ".join(problems))
+    asked = arguments.parse(argv).get("device")
+    device = detect.choose(asked.value if asked else None)
+    _, world_size = rank_and_world()
+    here = arguments.Environment.detect()
+    plan = arguments.resolve(
+        argv,
+        world_size=world_size,
+        device=device,
+        environment=here if device == "cuda" else None,
+        multicast=_multicast if device == "cuda" else None,
+    )
+    if device == "cpu":
+        cpu.enable()
+    if device == "cpu" or not plan.environment.te:
+        torch_backend.enable()
+    registry.apply()
+    return plan
+
+
+def _multicast() -> bool:
+    """Whether the hardware can do what TP communication overlap needs."""
+    import transformer_engine_torch as tex
+
+    return bool(tex.device_supports_multicast())
+
+
+def parse(plan: Plan) -> Any:
+    """Megatron's own parser and validation on a plan; sets its global state.
+
+    Returns:
+        The validated namespace.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+
+    overlay = plan.overlay()
+
+    def add(parser: Any) -> Any:
+        known = {action.dest for action in parser._actions}
+        unknown = sorted(set(overlay) - known)
+        assert not unknown, f"not Megatron arguments: {unknown}"
+        parser.set_defaults(**_enums(parser, overlay))
+        return parser
+
+    before = sys.argv
+    sys.argv = [before[0], *plan.megatron_argv()]
+    try:
+        return parse_and_validate_args(extra_args_provider=add)
+    finally:
+        sys.argv = before
+
+
+def _enums(parser: Any, overlay: dict[str, Any]) -> dict[str, Any]:
+    """Enum members for the names that a plan keeps them by."""
+    import enum
+
+    out = dict(overlay)
+    for action in parser._actions:
+        if action.dest in out and isinstance(out[action.dest], str) and action.choices:
+            members = [c for c in action.choices if isinstance(c, enum.Enum)]
+            out[action.dest] = next(
+                (m for m in members if m.name == out[action.dest]), out[action.dest]
+            )
+    return out
+
+
+def train(recipe: Recipe, argv: Sequence[str]) -> int:
+    """Run a recipe; the return value is the exit status."""
+    _single_process()
+    started = time.time()
+    try:
+        plan = set_up(argv)
+        _run(recipe, plan, started)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _run(recipe: Recipe, plan: Plan, started: float) -> None:
+    from megatron_patch import _compat
+    from megatron_patch.training import metrics
+    from megatron_patch.training.model import model_config
+
+    rank, world_size = rank_and_world()
+    output = Path(plan.own.output_dir) if plan.own.output_dir else None
+    if rank == 0:
+        for note in plan.notes:
+            print(f"> {note}", flush=True)
+        if output is not None:
+            _prepare(output, plan)
+    args = parse(plan)
+    metrics.RECORDER = metrics.Recorder(
+        output / metrics.FILE if output is not None else None,
+        rank=rank,
+        world_size=world_size,
+        pipeline=args.pipeline_model_parallel_size,
+        echo=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size,
+    )
+    try:
+        _compat.pretrain(args, model_config(args, plan.model), recipe.datasets, recipe.forward_step)
+    finally:
+        metrics.RECORDER.close()
+        metrics.RECORDER = None
+    if rank == 0:
+        print(f"> finished after {time.time() - started:.0f} s", flush=True)
+        if output is not None:
+            _finish(output)
+    import torch
+
+    torch.distributed.destroy_process_group()
+
+
+def _prepare(output: Path, plan: Plan) -> None:
+    """The run directory with what the run was asked and where it ran."""
+    from megatron_patch import info
+    from megatron_patch.training import metrics
+
+    for name in ("checkpoints", "logs", "tensorboard"):
+        (output / name).mkdir(parents=True, exist_ok=True)
+    atomic_write(output / "resolved_args.json", metrics.to_json(plan.as_dict()))
+    atomic_write(output / "env.json", metrics.to_json(info.gather()))
+
+
+def _finish(output: Path) -> None:
+    from megatron_patch.training import metrics
+
+    records = metrics.read(output)
+    print(f"> {metrics.summary(records)}", flush=True)
+    picture = output / "loss.png"
+    try:
+        metrics.draw([(output.name, records)], picture, "lm loss")
+    except ImportError:
+        print("> no loss.png: matplotlib is not installed", flush=True)
+    else:
+        print(f"> {picture}", flush=True)
