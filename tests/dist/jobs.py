@@ -1,0 +1,136 @@
+"""What the ranks do in `tests/dist`: train by the real entry point, and look at the tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def _canonical(model: list[Any], value: Callable[[Any], Any]) -> dict[str, Any]:
+    """The model's sharded state dict with `value(parameter)` in place of every parameter.
+
+    Saved by `dist_checkpointing`, it gives whole tensors whose names do not depend on the layout.
+    """
+    from megatron.core import mpu
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+    from megatron.core.utils import unwrap_model
+
+    out: dict[str, Any] = {}
+    for index, chunk in enumerate(unwrap_model(model)):
+        by_pointer = {p.data_ptr(): p for p in chunk.parameters()}
+        state = chunk.sharded_state_dict(
+            metadata={
+                "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+                "singleton_local_shards": False,
+            }
+        )
+
+        def swap(x: Any, by_pointer: dict[int, Any] = by_pointer) -> Any:
+            if isinstance(x, ShardedTensor | ShardedTensorFactory):
+                parameter = by_pointer.get(x.data.data_ptr())
+                if parameter is None:
+                    return None  # a buffer
+                new = value(parameter).detach().reshape(x.data.shape).clone()
+                return dataclasses.replace(x, data=new)
+            return None if isinstance(x, ShardedObject) else x
+
+        dict_list_map_inplace(swap, state)
+        out[f"model{index}"] = {k: v for k, v in state.items() if v is not None}
+    return out
+
+
+def _check_replicas(state: dict[str, Any]) -> None:
+    """Copies of one shard on several ranks must be equal bit for bit."""
+    import torch
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
+
+    mine = []
+    for leaf in nested_values(state):
+        if isinstance(leaf, ShardedTensorFactory):
+            key = (leaf.key, str(leaf.replica_id[:2]), tuple(leaf.data.shape))
+            continue
+        digest = hashlib.sha256(leaf.data.contiguous().float().numpy().tobytes()).hexdigest()
+        mine.append(((leaf.key, tuple(leaf.global_offset)), digest))
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    seen: dict[Any, str] = {}
+    for shards in everyone:
+        for place, digest in shards:
+            assert seen.setdefault(place, digest) == digest, f"replicas of {place} differ"
+
+
+def _save(state: dict[str, Any], directory: Path) -> None:
+    import torch
+    from megatron.core import dist_checkpointing
+
+    if torch.distributed.get_rank() == 0:
+        directory.mkdir(parents=True)
+    torch.distributed.barrier()
+    _check_replicas(state)
+    dist_checkpointing.save(state, str(directory))
+
+
+def train(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    argv: list[str],
+    grads_after: int | None = None,
+    weights: bool = False,
+) -> dict[str, Any]:
+    """Train by the entry point; optionally keep gradients of a step and the final weights.
+
+    Args:
+        rank: global rank.
+        world_size: number of ranks.
+        directory: gets `grads/` and `weights/` as torch_dist.
+        argv: the entry point's command line.
+        grads_after: number of the step whose reduced gradients are kept.
+        weights: whether to keep the weights after the last step.
+    """
+    import torch
+    from megatron.training import training as upstream
+
+    from megatron_patch import pretrain
+
+    original = upstream.setup_model_and_optimizer
+    held: dict[str, Any] = {}
+
+    def set_up(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = original(*args, **kwargs)
+        held["model"] = model
+        step, count = optimizer.step, iter(range(1, 1 << 30))
+
+        def recording_step() -> Any:
+            if next(count) == grads_after:
+                _save(_canonical(model, lambda p: p.main_grad.float()), directory / "grads")
+            return step()
+
+        optimizer.step = recording_step
+        return model, optimizer, scheduler
+
+    destroy = torch.distributed.destroy_process_group
+    upstream.setup_model_and_optimizer = set_up
+    torch.distributed.destroy_process_group = lambda *_: None  # kept for the work below
+    status = pretrain.main(argv)
+    torch.distributed.destroy_process_group = destroy
+    if status == 0 and weights:
+        _save(_canonical(held["model"], lambda p: p.data.float()), directory / "weights")
+    return {"status": status}
+
+
+def load_tensors(rank: int, world_size: int, directory: Path, source: str) -> dict[str, Any]:
+    """Read a folder written by `train` into one `tensors.pt` of whole tensors."""
+    import torch
+    from megatron.core.dist_checkpointing.serialization import load_plain_tensors
+
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    state = load_plain_tensors(source)
+    torch.save(state, directory / "tensors.pt")
+    return {"names": sorted(state)}
