@@ -523,7 +523,7 @@ class Plan:
         }
 
 
-# --- launch defaults ------------------------------------------------------------------------
+# --- launch defaults --------------------------------------------------------------------------
 
 
 class _Skip:
@@ -743,7 +743,7 @@ CPU_DEFAULTS: tuple[Default, ...] = (
 )
 
 
-# --- the option index and the parser ---------------------------------------------------------
+# --- the option index and the parser ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -1016,7 +1016,7 @@ def _read_pair(token: str) -> tuple[int, ...]:
     return tuple(int(x) for x in re.split(r"[,\s]+", token.strip("() ")))
 
 
-# --- resolve -----------------------------------------------------------------------------------
+# --- resolve ----------------------------------------------------------------------------------
 
 
 def resolve(
@@ -1288,7 +1288,7 @@ def _tp_overlap(plan: Plan, multicast: Callable[[], bool] | None) -> None:
         plan.notes.append(f"--tp-comm-overlap is off: {reason}; training goes on without it")
 
 
-# --- directories -------------------------------------------------------------------------------
+# --- directories ------------------------------------------------------------------------------
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -1376,7 +1376,7 @@ def initial_weights(directory: str) -> str:
     )
 
 
-# --- run length ----------------------------------------------------------------------------------
+# --- run length -------------------------------------------------------------------------------
 
 _UNITS = ("train_tokens", "train_iters", "train_samples", "epochs")
 

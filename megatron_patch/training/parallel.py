@@ -1,0 +1,971 @@
+"""Preflight: what a plan means on every rank, whether it can run, and which layout to take.
+
+``megatron-patch check FLAGS`` answers on a laptop in well under a second: no GPU, no torch, no
+megatron. :func:`check` collects refusals (each with both numbers and the remedy) instead of
+stopping at the first. :func:`auto_layout` serves ``--parallel auto``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_patch.training import memory
+from megatron_patch.training.args import (
+    AUTO,
+    DEVICES,
+    FP8_RECIPES,
+    Plan,
+    flag_name,
+    help_text,
+    resolve,
+    training_prefixes,
+)
+from megatron_patch.training.memory import Memory, Sizes, Traffic
+from megatron_patch.util import UserError, human_bytes, human_count
+
+GIB = 2**30
+
+#: Sustained bf16 TFLOP/s of training, NVLink and network GB/s a GPU: orders of magnitude that only
+#: rank layouts against each other.
+SPEED: dict[str, tuple[float, float, float]] = {
+    "a100": (180.0, 240.0, 25.0),
+    "h100": (400.0, 360.0, 45.0),
+    "h200": (400.0, 360.0, 45.0),
+    "b200": (800.0, 720.0, 45.0),
+}
+
+#: Above this share of the device the estimate is too close to call.
+TIGHT = 0.92
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The answer of :func:`check`.
+
+    Attributes:
+        refusals: Why the run cannot start; empty where it can.
+        warnings: What a user should know before it starts.
+        layout: Sizes and what a rank gets.
+        run: Run length in all four units, tokens a step.
+        parameters: Parameters in all, active for a token, on the fullest rank.
+        memory: Stage with the highest total, or None where the split is impossible.
+        stages: Memory of all stages.
+        limit: Bytes of the device, or None where unknown.
+        traffic: Communication a rank and step, or None.
+        device: Device planned for.
+    """
+
+    refusals: tuple[str, ...]
+    warnings: tuple[str, ...]
+    layout: dict[str, Any]
+    run: dict[str, Any]
+    parameters: dict[str, int]
+    memory: Memory | None
+    stages: tuple[Memory, ...]
+    limit: int | None
+    traffic: Traffic | None
+    device: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run may start."""
+        return not self.refusals
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able form; memory and traffic in bytes."""
+
+        def one(memory_: Memory) -> dict[str, int]:
+            return {
+                **dataclasses.asdict(memory_),
+                "allocated": memory_.allocated,
+                "total": memory_.total,
+            }
+
+        return {
+            "ok": self.ok,
+            "refusals": list(self.refusals),
+            "warnings": list(self.warnings),
+            "device": self.device,
+            "layout": self.layout,
+            "run": self.run,
+            "parameters": self.parameters,
+            "memory": {
+                "limit": self.limit,
+                "worst": one(self.memory) if self.memory else None,
+                "stages": [one(m) for m in self.stages],
+            },
+            "traffic": dataclasses.asdict(self.traffic) if self.traffic else None,
+        }
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+def sequence_multiple(recipe: str | None, tp: int, cp: int, sequence_parallel: bool) -> int:
+    """What a sequence (or a padded packed sequence) must be a multiple of.
+
+    Context parallelism cuts ``2 cp`` pieces, sequence parallelism ``tp`` more, and with FP8 the
+    piece of each rank must be whole blocks: the least common multiple of all, not the largest.
+
+    Args:
+        recipe: A name of ``--fp8`` or None.
+        tp: Tensor parallel size.
+        cp: Context parallel size.
+        sequence_parallel: Whether the sequence is split over TP as well.
+    """
+    spread = tp if sequence_parallel else 1
+    block = FP8_RECIPES[recipe][2] if recipe else 1
+    return math.lcm(2 * cp if cp > 1 else 1, cp * spread * block)
+
+
+def _divisors(number: int, most: int = 64) -> list[int]:
+    return [d for d in range(1, min(number, most) + 1) if number % d == 0]
+
+
+def _shape(values: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes without which nothing can be said."""
+    for dest in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if not values[dest]:
+            hint = "give --hf-model DIR" if dest != "seq_length" else "for example 4096"
+            yield f"{flag_name(dest)} is missing: {hint}"
+    if not values["padded_vocab_size"]:
+        yield "--padded-vocab-size is missing: give --hf-model DIR"
+    for dest in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "micro_batch_size",
+        "num_virtual_stages_per_pipeline_rank",
+    ):
+        if values[dest] is not None and values[dest] < 1:
+            yield f"{flag_name(dest)} {values[dest]}: at least 1 is needed"
+
+
+def _layout_refusals(values: Mapping[str, Any], world: int) -> Iterator[str]:
+    """Divisibility of ranks, batch, heads, experts, layers and vocabulary."""
+    sizes = Sizes.of(values, world)
+    tp, pp, cp, ep, etp = sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.etp
+    if world % (tp * pp * cp):
+        yield (
+            f"{world} ranks do not divide by --tp {tp} x --pp {pp} x --cp {cp} = {tp * pp * cp}; "
+            f"use {math.ceil(world / (tp * pp * cp)) * tp * pp * cp} ranks or a layout whose "
+            f"product is one of {_divisors(world)}"
+        )
+    elif world % (ep * etp * pp):
+        yield (
+            f"{world} ranks do not divide by --ep {ep} x --etp {etp} x --pp {pp} = "
+            f"{ep * etp * pp}; use --ep one of {_divisors(world // math.gcd(world, etp * pp))}"
+        )
+    heads = values["num_attention_heads"]
+    if heads % tp:
+        yield f"{heads} attention heads do not divide by --tp {tp}; use --tp one of " + str(
+            _divisors(heads)
+        )
+    groups = values["num_query_groups"]
+    if values["group_query_attention"] and groups % tp and tp % groups:
+        yield (
+            f"{groups} key/value heads and --tp {tp}: one must divide the other; use --tp one of "
+            f"{_divisors(math.gcd(heads, groups))}"
+        )
+    moe = memory.moe_layers(values)
+    if not all(moe) and values["ffn_hidden_size"] and values["ffn_hidden_size"] % tp:
+        yield (
+            f"--ffn-hidden-size {values['ffn_hidden_size']} does not divide by --tp {tp}; use --tp "
+            f"one of {_divisors(values['ffn_hidden_size'])}"
+        )
+    experts = values["num_experts"]
+    if experts and experts % ep:
+        yield f"{experts} experts do not divide by --ep {ep}; use --ep one of " + str(
+            _divisors(experts)
+        )
+    width = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"]
+    if experts and width and width % etp:
+        yield (
+            f"experts of width {width} do not divide by --etp {etp}; use --etp one of "
+            f"{_divisors(width)}"
+        )
+    if experts and tp > 1 and not values["sequence_parallel"]:
+        yield (
+            f"a mixture of experts with --tp {tp} needs sequence parallelism, which is off; drop "
+            "--no-sequence-parallel or use --tp 1"
+        )
+    vocabulary = values["padded_vocab_size"]
+    if vocabulary % tp:
+        yield (
+            f"a vocabulary of {vocabulary} rows does not divide by --tp {tp}; use --tp one of "
+            f"{_divisors(vocabulary)} or --padded-vocab-size {math.ceil(vocabulary / tp) * tp}"
+        )
+    try:
+        memory.stages(values)
+    except UserError as problem:
+        yield str(problem)
+
+
+def _batch_refusals(values: Mapping[str, Any], world: int) -> Iterator[str]:
+    """Batch and sequence."""
+    sizes = Sizes.of(values, world)
+    batch, micro = values["global_batch_size"], values["micro_batch_size"]
+    if batch and batch % (micro * sizes.dp):
+        least = micro * sizes.dp
+        up, down = math.ceil(batch / least) * least, batch // least * least
+        options = f"{down} or {up}" if down else str(up)
+        yield (
+            f"--global-batch-size {batch} does not divide by --micro-batch-size {micro} x "
+            f"{sizes.dp} data-parallel ranks = {least}; use --global-batch-size {options}"
+        )
+    vpp = memory.virtual_stages(values)
+    if batch and vpp > 1 and sizes.pp > 1:
+        steps = batch // (micro * sizes.dp)
+        if steps % sizes.pp:
+            yield (
+                f"the interleaved schedule (--vpp {vpp}) needs micro batches in multiples of --pp "
+                f"{sizes.pp}, but a step has {steps}; use --global-batch-size "
+                f"{math.ceil(max(steps, 1) / sizes.pp) * sizes.pp * micro * sizes.dp}"
+            )
+    length = values["seq_length"]
+    recipe = _recipe(values)
+    multiple = sequence_multiple(recipe, sizes.tp, sizes.cp, bool(values["sequence_parallel"]))
+    if length % multiple:
+        parts = [f"2 x --cp {sizes.cp}"] if sizes.cp > 1 else []
+        parts += [f"--tp {sizes.tp} (sequence parallel)"] if values["sequence_parallel"] else []
+        parts += [f"blocks of {FP8_RECIPES[recipe][2]} for --fp8 {recipe}"] if recipe else []
+        yield (
+            f"--seq-length {length} is not a multiple of {multiple} ({', '.join(parts)}); use "
+            f"--seq-length {math.ceil(length / multiple) * multiple}"
+        )
+    most = values["max_position_embeddings"]
+    if most is None:
+        yield f"--max-position-embeddings is missing: at least --seq-length {length} is needed"
+    elif length > most:
+        yield (
+            f"--seq-length {length} is longer than the model's max_position_embeddings {most}; "
+            f"use --seq-length {most}, or --max-position-embeddings {length} where the model is "
+            "meant to learn longer positions"
+        )
+    if values["sft"] and micro > 1:
+        yield (
+            f"packed sequences take --micro-batch-size 1, not {micro}: a micro batch is one pack; "
+            "use a longer --seq-length instead"
+        )
+
+
+def _recipe(values: Mapping[str, Any]) -> str | None:
+    if not values["fp8"]:
+        return None
+    recipe = values["fp8_recipe"]
+    return recipe if recipe in FP8_RECIPES else None
+
+
+def _device_refusals(plan: Plan) -> Iterator[str]:
+    """What the device cannot do."""
+    values, device = plan.values, plan.device
+    capability = _capability(device)
+    recipe = _recipe(values)
+    if recipe and device != "cpu" and capability:
+        low, high = FP8_RECIPES[recipe][3], FP8_RECIPES[recipe][4]
+        if capability < low or (high and capability > high):
+            usable = [
+                name
+                for name, (_, _, _, least, most) in FP8_RECIPES.items()
+                if capability >= least and not (most and capability > most)
+            ]
+            wanted = f"{low[0]}.{low[1]}" + (f" to {high[0]}.{high[1]}" if high else " or newer")
+            yield (
+                f"--fp8 {recipe} needs compute capability {wanted}, {device} has "
+                f"{capability[0]}.{capability[1]}; "
+                + (f"use --fp8 {usable[0]}" if usable else "train in bf16")
+            )
+    if recipe:
+        block = FP8_RECIPES[recipe][2]
+        sizes = Sizes.of(values, plan.world_size)
+        for name, width in (
+            ("hidden size", values["hidden_size"]),
+            ("MLP width a rank", (values["ffn_hidden_size"] or 0) // sizes.tp),
+        ):
+            if width % block:
+                yield (
+                    f"--fp8 {recipe} works on blocks of {block}, but the {name} is {width}; use a "
+                    "smaller --tp or another recipe"
+                )
+    if recipe and not plan.environment.te and device != "cpu":
+        yield f"--fp8 {recipe} needs Transformer Engine, which is not installed; train in bf16"
+    if values["bf16"] and capability and capability < (8, 0):
+        yield f"bf16 needs compute capability 8.0, {device} has {capability}; use --precision fp16"
+
+
+def _effect_refusals(plan: Plan) -> Iterator[str]:
+    """Settings of the user's that would change nothing."""
+    values = plan.values
+    dense = not values["num_experts"]
+    if dense:
+        idle = [d for d in values if plan.given(d) and d.startswith("moe_")]
+        idle += [
+            d
+            for d in ("expert_model_parallel_size", "expert_tensor_parallel_size")
+            if plan.given(d) and values[d] != 1
+        ]
+        for dest in idle:
+            yield f"{flag_name(dest)} has no effect: the model has no experts; drop it"
+    if memory.virtual_stages(values) > 1 and values["pipeline_model_parallel_size"] == 1:
+        yield (
+            f"--vpp {memory.virtual_stages(values)} has no effect with --pp 1: there is no "
+            "pipeline to interleave; drop it or raise --pp"
+        )
+    if (
+        plan.given("sequence_parallel")
+        and values["sequence_parallel"]
+        and values["tensor_model_parallel_size"] == 1
+    ):
+        yield "--sequence-parallel has no effect with --tp 1; drop it or raise --tp"
+    if plan.device == "cpu":
+        for given, flag in (
+            (plan.own.cpu_offloading, "--cpu-offloading"),
+            (plan.own.cpu_offloading_optimizer, "--cpu-offloading-optimizer"),
+            (bool(values["fp8"]), "--fp8"),
+            (plan.own.gpu_memory is not None, "--gpu-memory"),
+        ):
+            if given:
+                yield f"{flag} has no effect on CPU ranks; drop it"
+    if plan.given("recompute_num_layers") and values["recompute_granularity"] != "full":
+        yield "--recompute-num-layers has no effect without --recompute-granularity full"
+    if plan.given("recompute_modules") and values["recompute_granularity"] != "selective":
+        yield "--recompute-modules has no effect without --recompute-granularity selective"
+    if values["recompute_granularity"] == "full" and not (
+        values["recompute_method"] and values["recompute_num_layers"]
+    ):
+        yield (
+            "--recompute-granularity full needs --recompute-method uniform|block and "
+            "--recompute-num-layers N; use --recompute-method uniform --recompute-num-layers 1"
+        )
+    if plan.given("eval_interval") and values["eval_iters"] == 0:
+        yield (
+            f"--eval-interval {values['eval_interval']} has no effect: evaluation is off "
+            "(--eval-iters 0); give --eval-iters N and validation data"
+        )
+    if plan.given("min_lr") and values["lr"] is not None and values["min_lr"] > values["lr"]:
+        yield f"--min-lr {values['min_lr']:g} is above --lr {values['lr']:g}; lower it"
+
+
+def _offload_refusals(plan: Plan) -> Iterator[str]:
+    """Limits of upstream's activation offloading."""
+    values = plan.values
+    moved = values["cpu_offloading_num_layers"]
+    if not moved:
+        return
+    flag = "--cpu-offloading" if plan.own.cpu_offloading else "--cpu-offloading-num-layers"
+    if values["num_layers"] and moved >= values["num_layers"]:
+        yield (
+            f"{flag}: {moved} of {values['num_layers']} layers; at most "
+            f"{values['num_layers'] - 1} can be moved"
+        )
+    if values["pipeline_model_parallel_size"] > 1:
+        pp = values["pipeline_model_parallel_size"]
+        yield f"{flag} works with --pp 1 only, not --pp {pp}; use --tp, --cp or recomputation"
+    if values["recompute_granularity"]:
+        yield (
+            f"{flag} and --recompute-granularity {values['recompute_granularity']} exclude each "
+            "other; keep one of them"
+        )
+
+
+def _learning(plan: Plan) -> Iterator[str]:
+    if plan.values["lr"] is None and not plan.values["skip_train"]:
+        yield "--lr is missing: the peak learning rate, for example 3e-4"
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    if device in DEVICES:
+        return DEVICES[device][1]
+    probed = probe_gpu() if device == "cuda" else None
+    return probed[1] if probed else None
+
+
+def probe_gpu() -> tuple[int, tuple[int, int], str] | None:
+    """Memory in bytes, compute capability and name of this machine's smallest GPU, or None.
+
+    Asks ``nvidia-smi``: no torch, no CUDA context.
+    """
+    try:
+        answer = subprocess.run(
+            [
+                "nvidia-smi",
+                "--query-gpu=memory.total,compute_cap,name",
+                "--format=csv,noheader,nounits",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        ).stdout
+        rows = [[part.strip() for part in row.split(",", 2)] for row in answer.splitlines() if row]
+        total, capability, name = min(rows, key=lambda row: float(row[0]))
+        major, minor = capability.split(".")
+        return int(float(total) * 2**20), (int(major), int(minor)), name
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def device_memory(plan: Plan) -> int | None:
+    """Bytes of memory that one rank may use, or None where it cannot be known here."""
+    if plan.own.gpu_memory:
+        return int(plan.own.gpu_memory * GIB)
+    if plan.device in DEVICES:
+        return int(DEVICES[plan.device][0] * GIB)
+    if plan.device == "cpu":
+        try:
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return None
+        total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
+        local = plan.own.gpus_per_node or plan.world_size // (plan.own.nodes or 1) or 1
+        return int(total / local)
+    probed = probe_gpu()
+    return probed[0] if probed else None
+
+
+# --- check ------------------------------------------------------------------------------------
+
+
+def check(plan: Plan) -> Report:
+    """Everything that can be said before the first GPU second.
+
+    Args:
+        plan: A resolved plan.
+
+    Returns:
+        The report; its refusals are complete as far as one does not hide another.
+    """
+    values = plan.values
+    refusals = list(_shape(values))
+    warnings: list[str] = []
+    limit = device_memory(plan)
+    if refusals:
+        return Report(tuple(refusals), (), {}, _run(plan), {}, None, (), limit, None, plan.device)
+    problems: list[str] = []
+    try:
+        problems += _layout_refusals(values, plan.world_size)
+        problems += _batch_refusals(values, plan.world_size)
+        problems += _device_refusals(plan)
+        problems += _effect_refusals(plan)
+    except UserError as problem:
+        problems.append(str(problem))
+    problems += _offload_refusals(plan)
+    problems += _learning(plan)
+    refusals += dict.fromkeys(problems)
+    vocabulary = values["padded_vocab_size"]
+    if vocabulary % 8:
+        warnings.append(
+            f"a vocabulary of {vocabulary} rows is not a multiple of 8: the output layer runs at "
+            f"half speed; use --padded-vocab-size {math.ceil(vocabulary / 128) * 128}"
+        )
+    warnings += _data_warnings(plan)
+    try:
+        stages = memory.memory(values, plan.world_size, plan.device)
+        sent = memory.traffic(values, plan.world_size)
+    except UserError:
+        stages, sent = [], None
+    worst = max(stages, key=lambda m: m.total, default=None)
+    if worst and limit:
+        refusals += _too_large(plan, worst, limit) if worst.total > limit else []
+        if TIGHT * limit < worst.total <= limit:
+            warnings.append(
+                f"memory is tight: {human_bytes(worst.total)} of {human_bytes(limit)} estimated"
+            )
+    elif worst and limit is None:
+        warnings.append("the device's memory is not known here; give --device or --gpu-memory")
+    return Report(
+        tuple(refusals),
+        tuple(warnings),
+        _layout(plan, stages),
+        _run(plan),
+        _parameters(plan, stages),
+        worst,
+        tuple(stages),
+        limit,
+        sent,
+        plan.device,
+    )
+
+
+def _data_warnings(plan: Plan) -> Iterator[str]:
+    if plan.values["mock_data"]:
+        return
+    try:
+        blend = training_prefixes(plan.values)
+    except UserError as problem:
+        yield str(problem)
+        return
+    if not blend:
+        yield "no --data-path: nothing to train on"
+    for _, prefix in blend:
+        for suffix in (".idx", ".bin"):
+            if not os.path.exists(prefix + suffix):
+                yield f"{prefix}{suffix} is not on this machine"
+
+
+def _too_large(plan: Plan, worst: Memory, limit: int) -> list[str]:
+    """The refusal about memory with the first remedy that is enough."""
+    where = f" on stage {worst.stage}" if plan.values["pipeline_model_parallel_size"] > 1 else ""
+    head = f"{human_bytes(worst.total)} a rank{where} against {human_bytes(limit)} of {plan.device}"
+    for change, words in _remedies(plan):
+        trial = {**plan.values, **change}
+        try:
+            if any(_layout_refusals(trial, plan.world_size)) or any(
+                _batch_refusals(trial, plan.world_size)
+            ):
+                continue
+            peak = max(m.total for m in memory.memory(trial, plan.world_size, plan.device))
+        except UserError:
+            continue
+        if peak <= limit:
+            return [f"{head}; with {words} it is {human_bytes(peak)}"]
+    return [f"{head}, and no single change is enough; try --parallel auto or more ranks"]
+
+
+def _remedies(plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
+    """Changes worth trying, the cheapest first."""
+    values = plan.values
+    if values["micro_batch_size"] > 1:
+        yield {"micro_batch_size": 1}, "--micro-batch-size 1"
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    for dest, name in (
+        ("expert_model_parallel_size", "--ep"),
+        ("tensor_model_parallel_size", "--tp"),
+        ("pipeline_model_parallel_size", "--pp"),
+        ("context_parallel_size", "--cp"),
+    ):
+        if name == "--ep" and not values["num_experts"]:
+            continue
+        size = values[dest] * 2
+        while size <= plan.world_size:
+            change: dict[str, Any] = {dest: size}
+            if name == "--tp":
+                change["sequence_parallel"] = True
+            yield change, f"{name} {size}"
+            size *= 2
+    words = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if not values["recompute_granularity"]:
+        yield full, words
+    if not values["optimizer_cpu_offload"] and plan.device != "cpu":
+        offload = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
+        yield offload, "--cpu-offloading-optimizer"
+        yield {**offload, **full}, f"--cpu-offloading-optimizer {words}"
+
+
+def _layout(plan: Plan, stages: list[Memory]) -> dict[str, Any]:
+    values = plan.values
+    sizes = Sizes.of(values, plan.world_size)
+    out: dict[str, Any] = {
+        "world_size": plan.world_size,
+        "tensor": sizes.tp,
+        "pipeline": sizes.pp,
+        "virtual": memory.virtual_stages(values),
+        "context": sizes.cp,
+        "data": sizes.dp,
+        "expert": sizes.ep,
+        "expert_tensor": sizes.etp if values["num_experts"] else 1,
+        "expert_data": sizes.edp if values["num_experts"] else sizes.dp,
+        "sequence_parallel": bool(values["sequence_parallel"]),
+        "heads_per_rank": values["num_attention_heads"] / sizes.tp,
+    }
+    if stages:
+        out["layers_per_stage"] = [
+            [len(chunk) for chunk in stage.chunks] for stage in memory.stages(values)
+        ]
+    if values["group_query_attention"]:
+        out["kv_heads_per_rank"] = max(1, values["num_query_groups"] / sizes.tp)
+    if values["num_experts"]:
+        out["experts_per_rank"] = values["num_experts"] / sizes.ep
+    for key in ("heads_per_rank", "kv_heads_per_rank", "experts_per_rank"):
+        if key in out:
+            out[key] = int(out[key]) if out[key] == int(out[key]) else round(out[key], 2)
+    return out
+
+
+def _run(plan: Plan) -> dict[str, Any]:
+    values = plan.values
+    sizes = Sizes.of(values, plan.world_size)
+    batch, length = values["global_batch_size"], values["seq_length"]
+    out: dict[str, Any] = {
+        "global_batch_size": batch,
+        "micro_batch_size": values["micro_batch_size"],
+        "seq_length": length,
+        "tokens_per_step": batch * length if batch and length else None,
+        "micro_batches": batch // max(1, values["micro_batch_size"] * sizes.dp) if batch else None,
+    }
+    if plan.run:
+        out |= {
+            "asked": plan.run.asked,
+            "iters": plan.run.iters,
+            "samples": plan.run.samples,
+            "tokens": plan.run.tokens,
+            "epochs": plan.run.epochs,
+        }
+    return out
+
+
+def _parameters(plan: Plan, stages: list[Memory]) -> dict[str, int]:
+    count = memory.parameters(plan.values)
+    out = {"total": count.total, "active": count.active}
+    if stages:
+        out["per_rank"] = max(memory.rank_parameters(plan.values, plan.world_size))
+    return out
+
+
+# --- auto layout ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout that fits, and what it loses in a step.
+
+    Attributes:
+        change: Megatron dest -> value.
+        seconds: Exposed communication, pipeline waiting and recomputation of one step.
+        parts: The same by cause.
+        traffic: Bytes a rank sends.
+        total: Estimated memory of the fullest rank, bytes.
+    """
+
+    change: dict[str, Any]
+    seconds: float
+    parts: dict[str, float]
+    traffic: Traffic
+    total: int
+
+    def words(self) -> str:
+        """The layout as flags."""
+        names = {
+            "tensor_model_parallel_size": "--tp",
+            "pipeline_model_parallel_size": "--pp",
+            "context_parallel_size": "--cp",
+            "expert_model_parallel_size": "--ep",
+            "micro_batch_size": "--mbs",
+        }
+        out = [f"{flag} {self.change[dest]}" for dest, flag in names.items()]
+        if self.change["recompute_granularity"]:
+            out.append("recompute full")
+        return " ".join(out)
+
+
+def _powers(most: int) -> list[int]:
+    return [d for d in range(1, most + 1) if most % d == 0 and (d & (d - 1) == 0 or d == most)]
+
+
+def candidates(plan: Plan) -> list[Candidate]:
+    """Every layout that divides and fits, the one that loses least first.
+
+    Sizes that the user gave stay. A step loses: tensor and expert traffic over the link that the
+    group spans (NVLink inside a node, the network across nodes); context traffic as far as it is
+    longer than the attention beside which it runs, data traffic as far as it is longer than one
+    micro batch; the pipeline's waiting, ``(pp - 1) / (v m)`` of the compute; a third of the
+    compute where all layers are recomputed.
+    """
+    values = plan.values
+    world = plan.world_size
+    limit = device_memory(plan)
+    if limit is None:
+        raise UserError("--parallel auto needs the device's memory; give --device or --gpu-memory")
+    if not plan.given("global_batch_size"):
+        raise UserError(
+            "--parallel auto needs --global-batch-size: without it each layout would train "
+            "another batch"
+        )
+    per_node = plan.own.gpus_per_node or min(8, world)
+    moe = bool(values["num_experts"])
+
+    def choices(dest: str, all_of: list[int]) -> list[int]:
+        return [values[dest]] if plan.given(dest) and values[dest] else all_of
+
+    tps = choices("tensor_model_parallel_size", _powers(min(per_node, world)))
+    pps = choices("pipeline_model_parallel_size", _powers(world))
+    cps = choices("context_parallel_size", _powers(world) if values["seq_length"] >= 8192 else [1])
+    eps = choices("expert_model_parallel_size", _powers(world) if moe else [1])
+    mbs = choices("micro_batch_size", [1, 2, 4, 8])
+    fixed = plan.given("recompute_granularity") or values["cpu_offloading_num_layers"]
+    recomputes = [values["recompute_granularity"]] if fixed else [None, "full"]
+    found = []
+    for tp, pp, cp in itertools.product(tps, pps, cps):
+        if tp * pp * cp > world or world % (tp * pp * cp):
+            continue
+        for ep, micro, recompute in itertools.product(eps, mbs, recomputes):
+            change: dict[str, Any] = {
+                "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "context_parallel_size": cp,
+                "expert_model_parallel_size": ep,
+                "micro_batch_size": micro,
+                "recompute_granularity": recompute,
+            }
+            if recompute == "full" and not fixed:
+                change |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+            trial = {**values, **change}
+            if not plan.given("sequence_parallel"):
+                trial["sequence_parallel"] = tp > 1
+            if moe and not plan.given("expert_tensor_parallel_size"):
+                trial["expert_tensor_parallel_size"] = 1
+            candidate = _judge(plan, change, trial, limit, per_node)
+            if candidate:
+                found.append(candidate)
+    return sorted(found, key=_preference)
+
+
+def _preference(candidate: Candidate) -> tuple[float, int, int, int]:
+    """Least lost time (to 2 %), then no recomputation, the larger micro batch, less memory."""
+    change = candidate.change
+    bucket = round(math.log(max(candidate.seconds, 1e-6)) / 0.02)
+    recompute = int(change["recompute_granularity"] == "full")
+    return (bucket, recompute, -change["micro_batch_size"], candidate.total)
+
+
+def _judge(
+    plan: Plan, change: dict[str, Any], trial: dict[str, Any], limit: int, per_node: int
+) -> Candidate | None:
+    """The candidate, or None where it is refused or does not fit."""
+    world = plan.world_size
+    try:
+        if any(_layout_refusals(trial, world)) or any(_batch_refusals(trial, world)):
+            return None
+        total = max(m.total for m in memory.memory(trial, world, plan.device))
+    except UserError:
+        return None
+    if total > TIGHT * limit:
+        return None
+    sent = memory.traffic(trial, world)
+    sizes = Sizes.of(trial, world)
+    flops, near, far = SPEED.get(plan.device, SPEED["h100"])
+    compute = memory.step_flops(trial) / world / (flops * 1e12)
+    attention = memory.attention_flops(trial) / world / (flops * 1e12)
+    steps = trial["global_batch_size"] / (trial["micro_batch_size"] * sizes.dp)
+
+    def seconds(volume: float, span: int) -> float:
+        return volume / ((near if span <= per_node else far) * 1e9)
+
+    # Megatron lays ranks out tensor first, then context (or expert), data, pipeline last.
+    inner = sizes.tp * sizes.cp
+    data = seconds(sent.data, world // sizes.pp if sizes.dp * sizes.cp > 1 else 1)
+    parts = {
+        "tensor": seconds(sent.tensor, sizes.tp),
+        "context": max(0.0, seconds(sent.context, inner) - attention),
+        "expert": seconds(sent.expert, sizes.etp * sizes.ep),
+        "pipeline": seconds(sent.pipeline, world),
+        "data": max(0.0, data - compute / steps),
+        "waiting": compute * (sizes.pp - 1) / (steps * memory.virtual_stages(trial)),
+        "recompute": compute / 3 if trial["recompute_granularity"] == "full" else 0.0,
+    }
+    return Candidate(change, sum(parts.values()), parts, sent, total)
+
+
+def auto_layout(plan: Plan) -> tuple[dict[str, Any], list[str]]:
+    """The layout of ``--parallel auto``: values to set and notes that say why.
+
+    Raises:
+        UserError: None fits; the message names the smallest that was seen.
+    """
+    shape = list(_shape(plan.values))
+    if shape:
+        raise UserError(shape[0])
+    found = candidates(plan)
+    if not found:
+        limit = device_memory(plan) or 0
+        raise UserError(
+            f"--parallel auto: no layout of {plan.world_size} ranks fits into "
+            f"{TIGHT:.0%} of {human_bytes(limit)} and divides --global-batch-size "
+            f"{plan.values['global_batch_size']}; "
+            "use more ranks, --cpu-offloading-optimizer or another --global-batch-size"
+        )
+    best = found[0]
+    notes = [f"{AUTO} takes {best.words()} out of {len(found)} layouts that fit"]
+    for candidate in found[:3]:
+        lost = ", ".join(f"{k} {v * 1e3:.0f} ms" for k, v in candidate.parts.items() if v >= 5e-4)
+        notes.append(
+            f"{candidate.words()}: loses {candidate.seconds * 1e3:.0f} ms a step "
+            f"({lost or 'nothing'}), sends {human_bytes(candidate.traffic.total)} a rank, "
+            f"needs {human_bytes(candidate.total)}"
+        )
+    defaults = {"recompute_granularity": None}
+    chosen = {d: v for d, v in best.change.items() if not plan.given(d) and defaults.get(d, 0) != v}
+    return chosen, notes
+
+
+# --- printing ---------------------------------------------------------------------------------
+
+
+def _rows(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Sections of (name, value) for the table."""
+    sections: list[tuple[str, list[tuple[str, str]]]] = []
+    layout = report.layout
+    if layout:
+        rows = [
+            (
+                "ranks",
+                f"{layout['world_size']} = TP {layout['tensor']} x PP {layout['pipeline']} x CP "
+                f"{layout['context']} x DP {layout['data']}",
+            )
+        ]
+        if layout["virtual"] > 1:
+            rows.append(("virtual stages", str(layout["virtual"])))
+        if "experts_per_rank" in layout:
+            rows.append(
+                (
+                    "expert ranks",
+                    f"EP {layout['expert']} x ETP {layout['expert_tensor']} x DP "
+                    f"{layout['expert_data']}, {layout['experts_per_rank']} experts a rank",
+                )
+            )
+        if "layers_per_stage" in layout:
+            rows.append(
+                (
+                    "layers a stage",
+                    " | ".join("+".join(map(str, chunks)) for chunks in layout["layers_per_stage"]),
+                )
+            )
+        kv = layout.get("kv_heads_per_rank")
+        heads = f"{layout['heads_per_rank']}" + (f" ({kv} key/value)" if kv is not None else "")
+        rows.append(("heads a rank", heads))
+        sections.append(("Layout", rows))
+    run = report.run
+    rows = []
+    if run["tokens_per_step"]:
+        rows.append(
+            (
+                "step",
+                f"{run['global_batch_size']} sequences x {run['seq_length']} = "
+                f"{run['tokens_per_step']:,} tokens, {run['micro_batches']} micro batches of "
+                f"{run['micro_batch_size']} a rank",
+            )
+        )
+    if "iters" in run:
+        epochs = f"{run['epochs']:.4g} epochs" if run["epochs"] else "epochs unknown (no data here)"
+        rows.append(
+            (
+                "run",
+                f"{run['iters']:,} steps = {run['samples']:,} samples = {run['tokens']:,} tokens = "
+                f"{epochs}",
+            )
+        )
+    if rows:
+        sections.append(("Run", rows))
+    if report.parameters:
+        count = report.parameters
+        text = human_count(count["total"])
+        if count["active"] != count["total"]:
+            text += f", {human_count(count['active'])} for a token"
+        if "per_rank" in count:
+            text += f", {human_count(count['per_rank'])} on the fullest rank"
+        sections.append(("Parameters", [("count", f"{text} ({count['total']:,})")]))
+    if report.memory:
+        one = report.memory
+        title = "Memory of a rank" + (f" (stage {one.stage})" if len(report.stages) > 1 else "")
+        rows = [
+            (name, human_bytes(getattr(one, name)))
+            for name in (
+                "weights",
+                "gradients",
+                "optimizer",
+                "activations",
+                "logits",
+                "working",
+                "overhead",
+            )
+        ]
+        of = f" of {human_bytes(report.limit)} ({report.device})" if report.limit else ""
+        rows.append(("in all", human_bytes(one.total) + of))
+        if one.host:
+            rows.append(("host memory", f"{human_bytes(one.host)} a rank"))
+        sections.append((title, rows))
+    if report.traffic:
+        sent = dataclasses.asdict(report.traffic)
+        text = ", ".join(f"{k} {human_bytes(v)}" for k, v in sent.items() if v)
+        sections.append(("Communication", [("a rank and step", text or "none")]))
+    return sections
+
+
+def render(report: Report, notes: list[str], color: bool) -> str:
+    """The report as text; with colour through rich where that is installed."""
+    lines = []
+    for title, rows in _rows(report):
+        lines.append(title)
+        lines += [f"  {name:<16}{value}" for name, value in rows]
+    lines += [f"note: {note}" for note in notes]
+    lines += [f"warning: {text}" for text in report.warnings]
+    lines += [f"refused: {text}" for text in report.refusals]
+    lines.append("OK" if report.ok else f"REFUSED ({len(report.refusals)})")
+    text = "\n".join(lines)
+    return _colored(report, notes) if color else text
+
+
+def _colored(report: Report, notes: list[str]) -> str:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(force_terminal=True)
+    with console.capture() as capture:
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        for title, rows in _rows(report):
+            table.add_row(f"[bold]{escape(title)}[/]", "")
+            for name, value in rows:
+                table.add_row(f"  {name}", escape(value))
+        console.print(table)
+        for word, style, texts in (
+            ("note", "dim", notes),
+            ("warning", "yellow", report.warnings),
+            ("refused", "bold red", report.refusals),
+        ):
+            for text in texts:
+                console.print(f"[{style}]{word}:[/] {escape(text)}")
+        verdict = (
+            "[bold green]OK[/]" if report.ok else f"[bold red]REFUSED ({len(report.refusals)})[/]"
+        )
+        console.print(verdict)
+    return capture.get().rstrip("\n")
+
+
+def main(argv: list[str]) -> int:
+    """``megatron-patch check``: 0 where the run may start, 2 where it is refused."""
+    asked = {token.replace("_", "-") for token in argv}
+    if asked & {"--help", "-h", "--help-all"}:
+        sys.stdout.write(help_text("megatron-patch check", "--help-all" in asked))
+        return 0
+    as_json = "--json" in asked
+    try:
+        plan = resolve(argv, need_length=False)
+        report = check(plan)
+    except UserError as problem:
+        if as_json:
+            print(json.dumps({"ok": False, "refusals": [str(problem)]}))
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    notes = list(plan.notes)
+    if plan.environment.assumed and not plan.own.device and not plan.own.gpu_memory:
+        notes.append(f"no GPU here and no --device: planned for {plan.device}")
+    if plan.run is None:
+        notes.append(
+            "no run length given: --train-tokens, --train-iters, --train-samples, --epochs"
+        )
+    if as_json:
+        print(json.dumps({**report.as_dict(), "notes": notes}))
+    else:
+        print(render(report, notes, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 0 if report.ok else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
