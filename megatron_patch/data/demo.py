@@ -390,7 +390,7 @@ def report(output_dir: Path, start: int, script: str) -> str:
         "Next:",
         f"  the same again, {STEPS} steps further:",
         f"    {shlex.join([script])}" + _same_place(output_dir),
-        '  your own text, tokenized for your model (one JSON object a line, the text under "text"):',
+        '  your own text (lines of {"text": ...}), tokenized for your model:',
         "    python -m megatron_patch.cli preprocess --input TEXT.jsonl --hf-model MODEL "
         "--output-prefix data/text --append-eod",
         "  your own model, checked before it starts; without --dry-run it trains:",

@@ -200,14 +200,14 @@ def guess_environment(environ: Mapping[str, str], options: Options) -> str:
         return "slurm"
     if read.text("PMI_SIZE") and read.text("PMI_RANK"):
         return "mpi"
-    if read.text("TORCHELASTIC_RUN_ID"):
+    if read.text("TORCHELASTIC_RUN_ID") or (read.text("RANK") and read.text("LOCAL_RANK")):
         raise UserError(
-            "this process is itself a torchrun worker (TORCHELASTIC_RUN_ID is set). Start the "
+            "this process is itself a torchrun worker (RANK and LOCAL_RANK are set). Start the "
             "launcher without torchrun, it starts torchrun itself; or say --env single"
         )
     if read.text("PET_NNODES", "NNODES"):
         return "torchrun"
-    if read.text("WORLD_SIZE") and read.text("RANK") and not read.text("LOCAL_RANK"):
+    if read.text("WORLD_SIZE") and read.text("RANK"):
         return "dlc"
     if (options.nodes or 1) > 1:
         return "torchrun"
@@ -264,12 +264,14 @@ def _validated(world: World, options: Options, machine: Machine) -> World:
                 f"--nnodes {world.nodes} needs --node-rank 0 ... {world.nodes - 1}, another one on "
                 "each node (or the environment variable NODE_RANK)"
             )
-        if not world.master_addr or world.master_addr in ("localhost", "127.0.0.1"):
+        if not world.master_addr:
             raise UserError(
                 f"{world.nodes} nodes need the address of node 0, the same on every node: give "
                 "--master-addr HOST or set MASTER_ADDR"
-                + (f" (it is {world.master_addr} here)" if world.master_addr else "")
             )
+        if world.master_addr in ("localhost", "127.0.0.1"):
+            note = f"master {world.master_addr} only works while all nodes are this machine"
+            world = replace(world, notes=(*world.notes, note))
     world = replace(
         world,
         node_rank=max(world.node_rank, 0),
@@ -303,11 +305,8 @@ def _declared_gpus(env: str, environ: Mapping[str, str], machine: Machine) -> in
     if machine.gpus or "CUDA_VISIBLE_DEVICES" in environ:
         return machine.gpus
     read = _Environ(environ)
-    if env == "dlc":
-        return read.number("KUBERNETES_CONTAINER_RESOURCE_GPU") or 0
-    if env == "slurm":
-        return read.number("SLURM_GPUS_ON_NODE") or 0
-    return 0
+    name = "SLURM_GPUS_ON_NODE" if env == "slurm" else "KUBERNETES_CONTAINER_RESOURCE_GPU"
+    return read.number(name) or 0
 
 
 def _declared_ranks(read: _Environ) -> int | None:
