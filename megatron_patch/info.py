@@ -231,6 +231,7 @@ def explain_te(error: str, versions: dict[str, str], cuda: str | None) -> Proble
         versions: Installed versions of its distributions.
         cuda: CUDA version of the installed torch, such as ``13.0``.
     """
+    error = error.rstrip(". ") if len(error) < 240 else error[:240] + " ..."
     fitting = _cuda_extra(cuda)
     release = versions.get("transformer-engine", "")
     pin = f"=={release}" if release else ""
@@ -246,13 +247,24 @@ def explain_te(error: str, versions: dict[str, str], cuda: str | None) -> Proble
     if library and library.group(1).startswith("libcuda.so"):
         detail = "it needs the NVIDIA driver (libcuda.so.1), and this machine has none"
         return Problem("Transformer Engine", detail, f"Run on a machine with a GPU{escape}")
+    needs = re.search(r"No module named '([\w.]+)'", error)
+    if needs and not needs.group(1).startswith("transformer_engine"):
+        detail = f"a package that it needs, {needs.group(1)}, is not installed"
+        return Problem(
+            "Transformer Engine", detail, f"pip install {needs.group(1).split('.')[0]}{escape}"
+        )
     cores = [name.rpartition("-")[2] for name in versions if name[-4:-2] == "cu"]
     if cores and fitting not in cores:
         detail = f"it is built for CUDA {cores[0][2:]}, and the installed torch for CUDA {cuda}"
         return Problem("Transformer Engine", detail, f"Install the fitting one: {install}{escape}")
+    if not cores and "meta package" in low:
+        detail = f"its core library (transformer-engine-{fitting}) is not"
+        return Problem(
+            "Transformer Engine", f"{detail} installed", f"Install it: {install}{escape}"
+        )
     torch_part = "transformer-engine-torch" in versions and "transformer_engine_torch" not in low
     if not torch_part and "undefined symbol" not in low:
-        detail = f"its torch library (transformer-engine-torch) is missing: {error}"
+        detail = f"its torch library (transformer-engine-torch) is missing ({error})"
         return Problem(
             "Transformer Engine", detail, f"Build it against this torch: {install}{escape}"
         )
@@ -271,7 +283,9 @@ def explain_te(error: str, versions: dict[str, str], cuda: str | None) -> Proble
             detail,
             f"Install that CUDA library or put its folder on LD_LIBRARY_PATH{escape}",
         )
-    return Problem("Transformer Engine", f"it does not import: {error}", f"{install}{escape}")
+    return Problem(
+        "Transformer Engine", f"it does not import: {error}", f"Reinstall it: {install}{escape}"
+    )
 
 
 def _te_key(versions: dict[str, str]) -> str:
