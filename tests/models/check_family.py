@@ -44,9 +44,14 @@ def check_family(name: str, config: Mapping[str, Any], golden: str, directory: P
     assert (again.args, again.rope, again.layers) == (spec.args, spec.rope, spec.layers)
     check_names(spec, saved)
     check_round_trip(spec)
+    length = min(64, spec.args["max_position_embeddings"])
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(spec.true_vocab_size, (2, length), generator=generator)
+    with torch.no_grad():
+        reference = model(tokens).logits
     with megatron_model.one_rank():
         ours = megatron_model.build(spec)
-        check_logits(spec, model, ours, saved)
+        check_logits(spec, ours, saved, tokens, reference)
 
 
 def resolve(config: Mapping[str, Any], directory: Path) -> ModelSpec:
@@ -118,7 +123,11 @@ def _encoded(spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_logits(
-    spec: ModelSpec, theirs: Any, ours: Any, saved: Mapping[str, torch.Tensor]
+    spec: ModelSpec,
+    ours: Any,
+    saved: Mapping[str, torch.Tensor],
+    tokens: torch.Tensor,
+    reference: torch.Tensor,
 ) -> None:
     """fp32 logits equal to transformers', to `TOLERANCE` of their spread, at every position."""
     converted = dict(rules.to_megatron(saved, spec))
@@ -132,12 +141,6 @@ def check_logits(
     with torch.no_grad():
         for name, tensor in held.items():
             tensor.copy_(converted[name])
-    length = min(64, spec.args["max_position_embeddings"])
-    tokens = torch.randint(
-        spec.true_vocab_size, (2, length), generator=torch.Generator().manual_seed(2)
-    )
-    with torch.no_grad():
-        reference = theirs(tokens).logits
     device = next(ours.parameters()).device
     found = megatron_model.logits(ours, tokens.to(device)).cpu()
     true = spec.true_vocab_size

@@ -90,4 +90,7 @@ def build(spec: ModelSpec) -> Any:
 def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """``[batch, sequence]`` token ids to fp32 logits ``[batch, sequence, padded vocabulary]``."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return model(tokens, positions, None).float()
+    # The CPU platform turns compilation off before megatron is imported; another test of this
+    # session may have imported it earlier.
+    with torch.compiler.set_stance("force_eager"):
+        return model(tokens, positions, None).float()

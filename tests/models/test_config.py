@@ -1,0 +1,295 @@
+"""From config.json to Megatron arguments, family by family."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import configs
+import pytest
+from check_family import resolve
+
+from megatron_patch.models import registry
+from megatron_patch.models.family import ModelFamily, padded_vocab_size
+from megatron_patch.models.registry import families, get_family, load_config
+from megatron_patch.util import UserError
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
+TINY = {
+    "qwen3": configs.QWEN3,
+    "qwen3_moe": configs.QWEN3_MOE,
+    "qwen2": configs.QWEN2,
+    "llama": configs.LLAMA,
+}
+
+#: Published parameter counts.
+PARAMETERS = {
+    "codellama-7b": 6_738_546_688,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.3-70b": 70_553_706_496,
+    "qwen1.5-0.5b": 463_987_712,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-8b": 8_190_735_360,
+    "qwq-32b": 32_763_876_352,
+    "smollm2-135m": 134_515_008,
+    "yi-34b": 34_388_917_248,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_real_config_gives_the_published_parameter_count(name):
+    hf = load_config(FIXTURES / f"{name}.json")
+    spec = get_family(hf.model_type).resolve(hf)
+    shapes = [s for rule in get_family(spec.family).rules(spec) for s in rule.shapes]
+    assert sum(math.prod(shape) for shape in shapes) == PARAMETERS[name]
+    assert json.loads(json.dumps(spec.args)) == spec.args
+
+
+def test_every_fixture_is_counted():
+    assert {path.stem for path in FIXTURES.glob("*.json")} == set(PARAMETERS)
+
+
+def test_real_details():
+    def args(name):
+        hf = load_config(FIXTURES / f"{name}.json")
+        return get_family(hf.model_type).resolve(hf)
+
+    llama, moe, smol = args("llama-3.2-1b"), args("qwen3-30b-a3b"), args("smollm2-135m")
+    assert (llama.rope.type, llama.rope.factor, llama.rope.theta) == ("llama3", 32.0, 5e5)
+    assert llama.args["use_rope_scaling"] is False and llama.args["rotary_base"] == 500000
+    assert moe.args["moe_layer_freq"] == 1 and moe.args["moe_router_pre_softmax"] is False
+    assert moe.args["moe_aux_loss_coeff"] == 0.001 and moe.args["kv_channels"] == 128
+    assert smol.args["init_method_std"] == 0.041666666666666664 and smol.tied
+    assert args("codellama-7b").padded_vocab_size == 32128
+    assert args("qwen2.5-7b").args["add_qkv_bias"] is True
+
+
+@pytest.mark.parametrize("vocab", [1, 127, 128, 129, 32000, 32016, 128256, 151643, 151936, 262145])
+def test_one_padded_vocabulary_for_every_tp(vocab):
+    padded = padded_vocab_size(vocab)
+    assert vocab <= padded < vocab + 128
+    for tp in (1, 2, 4, 8, 16):
+        assert padded % tp == 0 and padded // tp % 8 == 0
+
+
+@pytest.fixture(scope="module")
+def parser():
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    return parser
+
+
+GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.stem)
+def test_arguments_are_megatrons_own(parser, golden):
+    """Every dest exists upstream and takes a value of this type."""
+    actions: dict[str, list[argparse.Action]] = {}
+    for action in parser._actions:
+        actions.setdefault(action.dest, []).append(action)
+    for dest, value in json.loads(golden.read_text()).items():
+        action = actions[dest][0]
+        if action.nargs == 0:
+            assert isinstance(value, bool), dest
+        elif dest == "moe_layer_freq":
+            assert action.type(str(value).replace(" ", "")) == value
+        else:
+            assert type(value) is action.type, (dest, value, action.type)
+            assert action.choices is None or value in action.choices, (dest, value)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_field_that_transformers_reads_is_accounted_for(name, tmp_path):
+    """Mapped, inert or refused: a field that a new transformers reads fails here by name."""
+    known = _accounted_for(name, tmp_path)
+    for kind in ("modeling", "configuration"):
+        module = importlib.import_module(f"transformers.models.{name}.{kind}_{name}")
+        unknown = _config_reads(module) - known
+        assert not unknown, f"{module.__name__} reads {sorted(unknown)}"
+
+
+def _accounted_for(name: str, tmp_path: Path) -> set[str]:
+    family = get_family(name)
+    seen: list[frozenset[str]] = []
+    original = ModelFamily._refuse_unknown
+
+    def spy(self, hf):
+        seen.append(hf.keys_read)
+        return original(self, hf)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelFamily, "_refuse_unknown", spy)
+        resolve(TINY[name], tmp_path)
+    return set(seen[0]) | {key for key, _ in family.inert} | {key for key, _ in family.aliases}
+
+
+def _config_reads(module) -> set[str]:
+    """Attributes read from a config object, and the fields of a config class."""
+    tree = ast.parse(inspect.getsource(module))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "self.config"):
+            found.add(node.attr)
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "getattr"
+            and ast.unparse(node.args[0]) in ("config", "self.config")
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            found.add(node.args[1].value)
+        elif isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            found |= {
+                item.target.id
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            }
+    return found - {"per_layer_config"}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_defaults_are_those_of_the_configuration_class(name):
+    import transformers
+
+    module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
+    (config_class,) = (getattr(transformers, n) for n in module.__all__)
+    instance = config_class()
+    for key, value in get_family(name).hf_defaults:
+        found = getattr(instance, key)
+        assert found == value and type(found) is type(value), key
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_absent_optional_key_is_its_default_and_said(name, tmp_path):
+    config = {k: v for k, v in TINY[name].items() if k != "tie_word_embeddings"}
+    spec = resolve(config, tmp_path)
+    assert spec.tied is False
+    assert any("tie_word_embeddings" in note for note in spec.notes)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attn_logit_softcapping", 50.0),
+        ("auto_map", {"AutoModelForCausalLM": "modeling_other.Other"}),
+        ("hidden_act", "gelu"),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("architectures", ["RewardForSequenceClassification"]),
+        ("vocab_size", "many"),
+        ("num_hidden_layers", True),
+        ("num_hidden_layers", 0),
+        ("hidden_size", None),
+        ("num_key_value_heads", 3),
+        ("tie_word_embeddings", 1),
+        ("rms_norm_eps", "small"),
+    ],
+)
+def test_refusals_name_file_key_and_value(name, key, value, tmp_path):
+    with pytest.raises(UserError) as caught:
+        resolve(TINY[name] | {key: value}, tmp_path)
+    message = str(caught.value)
+    assert "config.json" in message and key in message
+    shown = value[0] if isinstance(value, list) else "missing" if value is None else str(value)
+    assert shown in message
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen3", "attention_bias", True),
+        ("qwen3", "use_sliding_window", True),
+        ("qwen3", "layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("qwen3", "layer_types", ["full_attention"]),
+        ("qwen3_moe", "attention_bias", True),
+        ("qwen3_moe", "use_sliding_window", True),
+        ("qwen3_moe", "mlp_only_layers", [3]),
+        ("qwen3_moe", "decoder_sparse_step", 0),
+        ("qwen3_moe", "num_experts_per_tok", 9),
+        ("qwen2", "use_sliding_window", True),
+        ("qwen2", "dual_chunk_attention_config", {"chunk_size": 8}),
+        ("qwen2", "use_mrope", True),
+        ("llama", "pretraining_tp", 2),
+        ("llama", "rope_interleaved", True),
+    ],
+)
+def test_unsupported_features_are_refused_by_name(name, key, value, tmp_path):
+    with pytest.raises(UserError, match=key):
+        resolve(TINY[name] | {key: value}, tmp_path)
+
+
+def test_unknown_model_type_lists_what_there_is(tmp_path):
+    with pytest.raises(UserError, match=r"'gpt5'.*llama, qwen2, qwen3, qwen3_moe"):
+        get_family("gpt5")
+    assert families() == ("llama", "qwen2", "qwen3", "qwen3_moe")
+    for shared in ("blocks", "rope", "registry", "", "../llama", "__init__"):
+        with pytest.raises(UserError):
+            get_family(shared)
+
+
+@pytest.mark.parametrize("name", families())
+def test_a_family_is_one_small_file_of_its_own_name(name):
+    assert get_family(name).name == name
+    path = Path(registry.__file__).with_name(f"{name}.py")
+    assert len(path.read_text().splitlines()) <= 150
+
+
+def test_unreadable_configs(tmp_path):
+    with pytest.raises(UserError, match="no such directory"):
+        load_config(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_config(tmp_path)
+    file = tmp_path / "config.json"
+    for content, words in (("{", "not valid JSON"), ("[1]", "list"), ("{}", "model_type")):
+        file.write_text(content)
+        with pytest.raises(UserError, match=words):
+            load_config(tmp_path).model_type  # noqa: B018
+
+
+def test_a_config_cannot_be_changed():
+    hf = load_config(FIXTURES / "qwen3-8b.json")
+    with pytest.raises(TypeError):
+        hf.data["vocab_size"] = 1
+
+
+def test_an_outside_family_is_found_by_entry_point(monkeypatch):
+    class Entry:
+        name = "foo"
+
+        def load(self):
+            return get_family("qwen3")
+
+    original = registry.metadata.entry_points
+
+    def entry_points(group):
+        assert group == "megatron_patch.families"
+        return [*original(group=group), Entry()]
+
+    monkeypatch.setattr(registry.metadata, "entry_points", entry_points)
+    assert "foo" in families() and get_family("foo").name == "qwen3"
+
+
+def test_resolving_imports_nothing_heavy():
+    code = (
+        "import sys; from megatron_patch.models.registry import *;"
+        f"hf = load_config({str(FIXTURES / 'qwen3-30b-a3b.json')!r});"
+        "spec = get_family(hf.model_type).resolve(hf); get_family(spec.family).rules(spec);"
+        "print([m for m in ('torch', 'megatron', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
