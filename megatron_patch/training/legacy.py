@@ -273,11 +273,13 @@ def _precision(value: str, call: _Call) -> None:
 def _checkpointing(value: str, call: _Call) -> None:
     layers = call.environ.get("MP_AC_LAYERS", "1")
     if value == "full":
-        call.flags += [
-            ("--recompute-granularity", "full"),
-            ("--recompute-method", "uniform"),
-            ("--recompute-num-layers", layers),
-        ]
+        call.flags.extend(
+            [
+                ("--recompute-granularity", "full"),
+                ("--recompute-method", "uniform"),
+                ("--recompute-num-layers", layers),
+            ]
+        )
     elif value == "sel":
         call.flags.append(("--recompute-granularity", "selective"))
     elif value == "offload":
