@@ -126,7 +126,7 @@ def run_mpi(call: Call) -> int:
     if not found:
         raise UserError("mpirun is not on PATH; load your MPI module or install Open MPI")
     print(command.shell(), flush=True)
-    return supervise(command, environ, None)
+    return supervise(command, environ, None).status
 
 
 def help_text(script: str) -> str:

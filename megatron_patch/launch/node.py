@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import sys
@@ -52,15 +54,26 @@ def link_logs(run: Path) -> str | None:
     return None
 
 
+def clip_seq_length(flags: Flags) -> Flags:
+    """A launcher's default sequence length, but no longer than the model's positions.
+
+    The user's own ``--seq-length`` is left to the check, which says what a longer one needs.
+    """
+    default = Flags(flags.defaults, ()).get("seq_length")
+    model = flags.get("hf_model")
+    if default is None or model is None or Flags((), flags.user).get("seq_length") is not None:
+        return flags
+    from megatron_patch.models import registry
+
+    longest = registry.load_config(model).get("max_position_embeddings")
+    if not isinstance(longest, int) or longest >= default:
+        return flags
+    return replace(flags, defaults=(*flags.defaults, "--seq-length", str(longest)))
+
+
 def preflight(world: World, flags: Flags, *, quiet: bool) -> int:
     """Run ``megatron-patch check`` on the flags; with ``quiet`` only failures are shown."""
-    import contextlib
-    import io
-
-    try:
-        from megatron_patch.training import parallel
-    except ImportError:
-        return 0
+    from megatron_patch.training import parallel
 
     shown = io.StringIO()
     argv = [*flags.argv(), "--nnodes", str(world.nodes)]
@@ -70,6 +83,25 @@ def preflight(world: World, flags: Flags, *, quiet: bool) -> int:
     if status or not quiet:
         print(shown.getvalue(), end="", flush=True)
     return status
+
+
+def require_length_and_data(world: World, flags: Flags) -> None:
+    """What a plan may leave open and a run may not.
+
+    Raises:
+        UserError: no run length, no data, or data that is not on this node.
+    """
+    plan = args.resolve(flags.argv(), world_size=world.size, device=world.device)
+    prefixes = [prefix for _, prefix in args.training_prefixes(plan.values)]
+    if not prefixes and not plan.values["mock_data"]:
+        raise UserError("no data given: add --data-path PREFIX (PREFIX.bin and PREFIX.idx)")
+    for prefix in prefixes:
+        for ending in (".bin", ".idx"):
+            if not Path(prefix + ending).is_file():
+                raise UserError(
+                    f"--data-path {prefix}: {prefix}{ending} is not there (seen from "
+                    f"{Path.cwd()}, node {world.node_rank}); give the path without .bin or .idx"
+                )
 
 
 @dataclass(frozen=True)
@@ -121,7 +153,7 @@ def run(call: Call) -> int:
     world = detect(environ, options, machine, device)
     if demo:
         return run_demo(call, options, flags.user, world, machine, environ)
-    folder, flags = with_output_dir(flags)
+    folder, flags = with_output_dir(clip_seq_length(flags))
     return start(call, options, world, machine, environ, flags, folder)
 
 
@@ -164,7 +196,7 @@ def start(
             print(f"started once for {world.nodes} nodes, so srun starts it on each", flush=True)
             if not options.no_check and (status := preflight(world, checked, quiet=True)):
                 return status
-            return supervise(srun, environ, None)
+            return supervise(srun, environ, None).status
         print(f"\nthis was started once, so it goes on through srun:\n{srun.shell()}")
     if options.dry_run:
         print(f"\n{command.shell()}\n", flush=True)
@@ -172,6 +204,8 @@ def start(
         status = preflight(world, checked, quiet=not (world.leads or options.dry_run))
         if status:
             return status
+        if not options.dry_run:
+            require_length_and_data(world, checked)
     if options.dry_run:
         print("dry run: nothing was started or written")
         return 0
@@ -185,13 +219,15 @@ def start(
         out.write(f"\n=== {stamp} {world.line()}\n=== {command.shell()}\n")
     if world.leads:
         print(f"text log: {log}", flush=True)
-    status = supervise(command, environ, log)
-    if status:
+    outcome = supervise(command, environ, log)
+    if outcome.status:
+        cause = f": {outcome.error}" if outcome.error else ""
         print(
-            f"error: training on node {world.node_rank} ended with status {status}; see {log}",
+            f"error: node {world.node_rank} ended with status {outcome.status}{cause}\n"
+            f"the whole text is in {log}",
             file=sys.stderr,
         )
-    return status
+    return outcome.status
 
 
 def _srun(call: Call, world: World, environ: Mapping[str, str]) -> Command:
@@ -232,22 +268,20 @@ def run_demo(
     plan = demo.schedule(demo.saved_step(folder), steps)
     inputs = folder / "input"
 
-    def flags_for(inputs: Path) -> Flags:
-        defaults = [*demo.train_flags(inputs, world.size), "--output-dir", str(folder)]
-        final = ["--train-iters", str(plan.end)]
-        if plan.extends:
-            # Without it the checkpoint's schedule is kept, and a longer one refused.
-            final += ["--override-opt-param-scheduler"]
-        return Flags(tuple(defaults), user, tuple(final))
+    final = ["--train-iters", str(plan.end)]
+    if plan.extends:
+        # Without it the checkpoint's schedule is kept, and a longer one refused.
+        final.append("--override-opt-param-scheduler")
+    defaults = [*demo.train_flags(inputs, world.size), "--output-dir", str(folder)]
+    flags = Flags(tuple(defaults), user, tuple(final))
 
     print("demo: a tiny Qwen3 on the text of Python's standard library", flush=True)
     print(plan.says, flush=True)
-    flags = flags_for(inputs)
     if options.dry_run and demo.read_prepared(inputs) is None:
         print(f"demo: a real call first prepares text, tokenizer and model in {inputs}")
         with tempfile.TemporaryDirectory(prefix="megatron-patch-demo-") as scratch:
             demo.write_model(Path(scratch, "model"), None)
-            stand_in = flags_for(Path(scratch))
+            stand_in = replace(flags, final=(*flags.final, "--hf-model", f"{scratch}/model"))
             return start(call, options, world, machine, environ, flags, folder, stand_in)
     if options.dry_run:
         return start(call, options, world, machine, environ, flags, folder)

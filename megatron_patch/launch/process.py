@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,9 @@ from pathlib import Path
 
 from megatron_patch.launch.flags import Flags
 from megatron_patch.launch.world import Machine, World
+
+#: How much of the output is kept to find the error in; torchrun's report is a few kilobytes.
+_TAIL_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,17 @@ def build_command(
     return Command((*argv, "-m", module, *flags.argv()), settings, stale)
 
 
-def supervise(command: Command, environ: Mapping[str, str], log: Path | None) -> int:
-    """Run ``command``, copy its output to stdout and append it to ``log``; returns its status.
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    status: int
+    #: The last ``error: ...`` line of its output, which torchrun's report may have buried.
+    error: str | None
+
+
+def supervise(command: Command, environ: Mapping[str, str], log: Path | None) -> Outcome:
+    """Run ``command``, copy its output to stdout and append it to ``log``.
 
     The child gets its own process group and every terminating signal that reaches this process, so
     a scheduler's notice, Ctrl-C and ``kill`` all act the same. Killed by signal N gives 128 + N.
@@ -113,6 +126,7 @@ def supervise(command: Command, environ: Mapping[str, str], log: Path | None) ->
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     previous = {number: signal.signal(number, forward) for number in handled}
     sink = log.open("ab", buffering=0) if log is not None else None
+    tail = bytearray()
     try:
         child = subprocess.Popen(
             command.argv,
@@ -131,6 +145,8 @@ def supervise(command: Command, environ: Mapping[str, str], log: Path | None) ->
             while chunk := os.read(pipe.fileno(), 1 << 16):
                 if sink is not None:
                     sink.write(chunk)
+                tail.extend(chunk)
+                del tail[:-_TAIL_BYTES]
                 try:
                     sys.stdout.buffer.write(chunk)
                     sys.stdout.buffer.flush()
@@ -142,9 +158,10 @@ def supervise(command: Command, environ: Mapping[str, str], log: Path | None) ->
         status = child.wait()
         # A process that outlives its parent may keep the pipe open for ever.
         reader.join(timeout=5)
-        return 128 - status if status < 0 else status
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         if sink is not None:
             sink.close()
+    errors = re.findall(r"^(?:\[[^\]]*\]:?\s*)?error: (.+)$", tail.decode(errors="replace"), re.M)
+    return Outcome(128 - status if status < 0 else status, errors[-1] if errors else None)

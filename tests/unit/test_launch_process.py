@@ -93,20 +93,20 @@ def test_output_goes_to_the_log_too_and_the_status_is_kept(tmp_path: Path, capfd
     log = tmp_path / "node0.log"
     log.write_text("before\n")
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
-    assert supervise(Command((sys.executable, "-c", code), {}), os.environ, log) == 7
+    assert supervise(Command((sys.executable, "-c", code), {}), os.environ, log).status == 7
     assert sorted(log.read_text().split()) == ["before", "err", "out"]
     assert sorted(capfdbinary.readouterr().out.split()) == [b"err", b"out"]
 
 
 def test_killed_child_gives_128_plus_signal() -> None:
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert supervise(Command((sys.executable, "-c", code), {}), os.environ, None) == 137
+    assert supervise(Command((sys.executable, "-c", code), {}), os.environ, None).status == 137
 
 
 def test_a_grandchild_that_keeps_the_pipe_does_not_hang_the_launcher() -> None:
     code = "import subprocess; subprocess.Popen(['sleep', '60'])"
     start = time.monotonic()
-    assert supervise(Command((sys.executable, "-c", code), {}), os.environ, None) == 0
+    assert supervise(Command((sys.executable, "-c", code), {}), os.environ, None).status == 0
     assert time.monotonic() - start < 30
 
 
@@ -124,7 +124,7 @@ def test_signals_reach_the_child_and_its_status_comes_back(tmp_path: Path, numbe
         "from pathlib import Path\n"
         "from megatron_patch.launch.process import Command, supervise\n"
         f"command = Command((sys.executable, '-c', {child!r}), {{}})\n"
-        "sys.exit(supervise(command, os.environ, Path('log')))"
+        "sys.exit(supervise(command, os.environ, Path('log')).status)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, cwd=tmp_path
@@ -134,3 +134,9 @@ def test_signals_reach_the_child_and_its_status_comes_back(tmp_path: Path, numbe
     process.send_signal(number)
     assert process.wait(timeout=30) == 5
     assert (tmp_path / "log").read_text() == "ready\nsaved\n"
+
+
+def test_the_error_line_is_found_below_other_output() -> None:
+    code = "print('[rank0]: error: too long'); print('Traceback\\n' * 2000); raise SystemExit(1)"
+    outcome = supervise(Command((sys.executable, "-c", code), {}), os.environ, None)
+    assert (outcome.status, outcome.error) == (1, "too long")
