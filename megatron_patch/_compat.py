@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,19 @@ def torch_problem() -> str | None:
         return None
     state = "is not installed" if installed is None else f"{installed} is installed"
     return f"torch >= {TORCH_MIN} is needed, {state}: pip install 'torch>={TORCH_MIN}'"
+
+
+def torch_cuda_version() -> str | None:
+    """CUDA version torch was built for, such as ``13.0``, from its version file; no import."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return found.group(1) if found else None
 
 
 # --- the flags of Megatron's own parser -----------------------------------------------------
@@ -161,7 +176,7 @@ def flag_table() -> tuple[MegatronFlag, ...]:
 
 
 def write_flag_snapshot() -> int:
-    """Regenerate ``training/megatron_flags.json`` from the installed Megatron; returns the count."""
+    """Regenerate ``training/megatron_flags.json`` from the installed Megatron; return the count."""
     rows = []
     for flag in live_flag_table():
         row: dict[str, Any] = {"options": flag.options, "dest": flag.dest, "action": flag.action}

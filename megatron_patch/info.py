@@ -93,8 +93,10 @@ PARTS: tuple[Part, ...] = (
         "Gated DeltaNet layers (Qwen3-Next, Qwen3.5)",
         _extra("fla"),
     ),
+    Part("tiktoken", "tiktoken", "tiktoken", "tiktoken vocabularies", "pip install tiktoken"),
     Part("zstandard", "zstandard", "zstandard", "reading *.zst text", "pip install zstandard"),
     Part("pyarrow", "pyarrow", "pyarrow", "reading parquet text", "pip install pyarrow"),
+    Part("matplotlib", "matplotlib", "matplotlib", "OUT/loss.png", _PLAIN),
     Part("tensorboard", "tensorboard", "tensorboard", "OUT/tensorboard", _PLAIN),
     Part("wandb", "wandb", "wandb", "--wandb-project", "pip install wandb"),
     Part(
@@ -197,20 +199,6 @@ def _child(code: str) -> tuple[dict[str, Any] | None, str]:
 def _cuda_extra(cuda: str | None) -> str:
     """Which Transformer Engine extra fits torch's CUDA: ``cu12`` or ``cu13``."""
     return f"cu{(cuda or '13').split('.')[0]}"
-
-
-def _torch_cuda() -> str | None:
-    """CUDA version torch was built for, from its version file; torch is not imported."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    version_file = Path(spec.origin).with_name("version.py")
-    try:
-        text = version_file.read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return found.group(1) if found else None
 
 
 # --- Transformer Engine ------------------------------------------------------------------------
@@ -323,7 +311,7 @@ def te_problem(*, use_cache: bool = True) -> Problem | None:
         pass
     answer, error = _child(_TE_PROBE)
     if answer is None:
-        return explain_te(error, versions, _torch_cuda())
+        return explain_te(error, versions, _compat.torch_cuda_version())
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(cache, key)

@@ -99,7 +99,7 @@ REBUILD = "--force-reinstall --no-deps transformer-engine-torch==2.20.2"
             "",
         ),
         (
-            "FileNotFoundError: Could not find shared object file for Transformer Engine torch lib.",
+            "FileNotFoundError: Could not find shared object file for Transformer Engine torch lib",
             ("transformer-engine-torch",),
             "13.0",
             "torch library (transformer-engine-torch) is missing",
@@ -214,7 +214,7 @@ def test_report_of_this_machine(tmp_path):
     report = json.loads(done.stdout)
     assert report["packages"]["megatron-core"] == _compat.installed_version("megatron-core")
     assert report["torch"]["version"] == _compat.installed_version("torch")
-    assert report["torch"]["cuda"] == info._torch_cuda()
+    assert report["torch"]["cuda"] == _compat.torch_cuda_version()
     assert report["cpu"]["usable_cores"] >= 1 and report["problems"] == []
     absent = {part["name"] for part in report["missing"]}
     assert not absent & {name for name, version in report["packages"].items() if version}
