@@ -29,7 +29,7 @@ _launcher_answers() {
   done
   if (($#)) && [[ $1 != -* ]]; then
     _launcher_python text
-    "$MP_PYTHON" -m megatron_patch.training.legacy "${LAUNCHER##*/}" "$@" || true
+    "$MP_PYTHON" -m megatron_patch.training.legacy "$LAUNCHER" "$@" || true
     exit 2
   fi
 }

@@ -16,7 +16,9 @@ file (see ``SPLIT``) is then a fair sample, not the last letters of the alphabet
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shlex
@@ -264,6 +266,7 @@ def prepare(folder: Path, *, folders: Sequence[Path] | None = None) -> Prepared:
 
 
 def _fill(work: Path, folders: Sequence[Path] | None) -> Prepared:
+    from megatron_patch.data import idxmap
     from megatron_patch.data import text as preprocess
 
     start = time.monotonic()
@@ -290,9 +293,14 @@ def _fill(work: Path, folders: Sequence[Path] | None) -> Prepared:
         *("--output-prefix", str(work / "demo")),
         "--append-eod",
     ]
-    status = preprocess.main(argv)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):  # it names the place that is about to be renamed
+        status = preprocess.main(argv)
     if status != 0:
+        print(shown.getvalue(), end="")
         raise UserError(f"tokenizing the demo's text failed (status {status}), see above")
+    tokens = idxmap.token_count(str(work / "demo_text_document"))
+    print(f"demo: {tokens:,} tokens, {SPLIT} % of the documents for training, validation, test")
     prepared = Prepared(
         format=FORMAT,
         python=sys.version.split()[0],
