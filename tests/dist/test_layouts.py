@@ -1,0 +1,208 @@
+"""One checkpoint, ten steps, every layout: the same losses, gradients and weights.
+
+Optimizer: SGD with momentum, no clipping, so that nothing hides a wrong gradient (Adam divides by
+its size). Everything is compared per parameter and whole, in float32, at 1e-5 relative to the
+parameter's largest entry.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_patch.data.idxmap import Writer
+from megatron_patch.training import metrics
+from tests.dist.harness import RankServer
+
+STEPS = 10
+SEED = 7
+
+COMMON = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "initializer_range": 0.05,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 0,
+}
+MODELS = {
+    "dense": COMMON | {"model_type": "qwen3", "tie_word_embeddings": True},
+    "moe": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.01,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 1,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    ranks: int
+    flags: tuple[str, ...]
+    moe: bool = True
+    dense: bool = True
+
+
+LAYOUTS = (
+    Layout("tp2", 2, ("--tp", "2", "--no-sequence-parallel"), moe=False),
+    Layout("tp2-sp", 2, ("--tp", "2")),
+    Layout("pp2", 2, ("--pp", "2")),
+    Layout("pp2-vpp2", 2, ("--pp", "2", "--vpp", "2")),
+    Layout("pp2-uneven", 2, ("--pp", "2", "--decoder-first-pipeline-num-layers", "1")),
+    Layout("cp2", 2, ("--cp", "2")),
+    Layout("ep2", 2, ("--ep", "2"), dense=False),
+    Layout("etp2", 2, ("--tp", "2", "--etp", "2"), dense=False),
+    Layout("dp2", 2, ()),
+    Layout("tp2-pp2", 4, ("--tp", "2", "--pp", "2")),
+    Layout("cp2-tp2", 4, ("--tp", "2", "--cp", "2")),
+    Layout("recompute", 1, ("--recompute-granularity", "full", "--recompute-method", "uniform",
+                            "--recompute-num-layers", "1")),
+)  # fmt: skip
+
+CASES = [
+    pytest.param(kind, layout, id=f"{kind}-{layout.name}")
+    for kind in MODELS
+    for layout in LAYOUTS
+    if getattr(layout, kind)
+]
+
+
+def write_corpus(prefix: Path, documents: int = 60) -> None:
+    """A seeded stream with structure to learn: each token mostly follows from the one before."""
+    rng = np.random.default_rng(SEED)
+    follow = rng.permutation(500)
+    with Writer(str(prefix), np.dtype(np.uint16)) as writer:
+        for _ in range(documents):
+            length = int(rng.integers(40, 200))
+            ids = [int(rng.integers(1, 500))]
+            while len(ids) < length - 1:
+                ids.append(int(follow[ids[-1]] if rng.random() < 0.8 else rng.integers(1, 500)))
+            ids.append(0)
+            writer.write(np.array(ids), np.array([len(ids)]), np.array([1]))
+        writer.commit()
+
+
+def flags(model: Path, corpus: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *("--hf-model", str(model), "--data-path", str(corpus), "--output-dir", str(output)),
+        *("--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8"),
+        *("--train-iters", str(STEPS), "--lr", "0.1", "--min-lr", "0.1", "--warmup-steps", "0"),
+        *("--optimizer", "sgd", "--no-use-distributed-optimizer", "--no-overlap-param-gather"),
+        *("--clip-grad", "0", "--weight-decay", "0", "--seed", "11"),
+        *more,
+    ]
+
+
+def tensors(ranks: RankServer, source: Path, scratch: Path) -> dict[str, np.ndarray]:
+    import torch
+
+    ranks.run("tests.dist.jobs:load_tensors", 1, scratch, source=str(source))
+    state = torch.load(scratch / "tensors.pt", weights_only=True)
+    return {name: value.double().numpy() for name, value in state.items()}
+
+
+def worst(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tuple[float, str]:
+    """Largest difference relative to the largest entry of its tensor, and the tensor's name."""
+    assert sorted(a) == sorted(b)
+    gaps = []
+    for name, want in b.items():
+        scale = np.abs(want).max()
+        gap = np.abs(a[name] - want).max()
+        gaps.append((float(gap / scale) if scale else float(gap), name))
+    return max(gaps)
+
+
+@dataclass(frozen=True)
+class Start:
+    model: Path
+    corpus: Path
+    checkpoint: Path
+    losses: list[float]
+    grads: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def starts(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
+    """For each model: one saved checkpoint, and the one-rank run from it."""
+    found = {}
+    for kind, config in MODELS.items():
+        folder = tmp_path_factory.mktemp(kind)
+        model = folder / "hf"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(config))
+        write_corpus(folder / "corpus")
+        first = flags(model, folder / "corpus", folder / "first", "--train-iters", "1")
+        ranks.run("tests.dist.jobs:train", 1, folder / "first-job", argv=first)
+        start = Start(model, folder / "corpus", folder / "first", [], {}, {})
+        found[kind] = Start(*_shape(start), *_train(ranks, start, folder / "one", 1, ()))
+    return found
+
+
+def _shape(start: Start) -> tuple[Path, Path, Path]:
+    return start.model, start.corpus, start.checkpoint
+
+
+def _train(
+    ranks: RankServer, start: Start, folder: Path, world: int, more: tuple[str, ...]
+) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    argv = flags(
+        start.model,
+        start.corpus,
+        folder / "run",
+        *("--init-from", str(start.checkpoint), "--no-save-optim"),
+        *more,
+    )
+    result = ranks.run(
+        "tests.dist.jobs:train", world, folder, argv=argv, grads_after=1, weights=True
+    )
+    assert result.values == [{"status": 0}] * world
+    losses = [row["lm loss"] for row in metrics.read(folder / "run")]
+    grads = tensors(ranks, folder / "grads", folder / "g")
+    return losses, grads, tensors(ranks, folder / "weights", folder / "w")
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_layout_changes_nothing(
+    kind: str,
+    layout: Layout,
+    ranks: RankServer,
+    starts: dict[str, Start],
+    tmp_path: Path,
+    record_property: Any,
+) -> None:
+    start = starts[kind]
+    assert len(start.losses) == STEPS
+    assert np.ptp(start.losses) > 0.05, "losses move, so runs can differ"
+    losses, grads, weights = _train(ranks, start, tmp_path, layout.ranks, layout.flags)
+    loss_gap = max(abs(a / b - 1) for a, b in zip(losses, start.losses, strict=True))
+    grad_gap, grad_name = worst(grads, start.grads)
+    weight_gap, weight_name = worst(weights, start.weights)
+    record_property("loss", loss_gap)
+    print(f"{kind} {layout.name}: loss {loss_gap:.1e}, gradient {grad_gap:.1e} ({grad_name}), "
+          f"weight {weight_gap:.1e} ({weight_name})")  # fmt: skip
+    assert loss_gap < 1e-5
+    assert grad_gap < 1e-5, grad_name
+    assert weight_gap < 1e-5, weight_name
