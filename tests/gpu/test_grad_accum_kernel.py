@@ -1,4 +1,4 @@
-"""The stand-in for Apex's weight-gradient kernel on a GPU: Transformer Engine's GEMM and torch's."""
+"""The stand-in for Apex's weight-gradient kernel: Transformer Engine's GEMM and torch's."""
 
 from __future__ import annotations
 
