@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.util import UserError
@@ -144,10 +144,12 @@ def read_rope(
             f"{hf.path}: {name!r} of type {rope_type!r} holds {listing}, which that type does not "
             f"read. Remove it, or correct 'rope_type'."
         )
-    spec = _build(hf, name, rope_type, found, _number(hf, "rope_theta", theta, 1.0), head_dim,
-                  max_position_embeddings)  # fmt: skip
-    inv_freq(spec)  # degenerate numbers fail here, where the file can still be named
-    return spec
+    if head_dim % 2:
+        raise UserError(f"{hf.path}: rope needs an even 'head_dim', got {head_dim}.")
+    if _number(hf, "rope_theta", theta, 1.0) == 1.0:
+        raise UserError(f"{hf.path}: 'rope_theta' is {theta!r}; with that, no position differs.")
+    plain = RopeSpec(rope_type, float(theta), head_dim)
+    return _scaled(hf, name, found, plain, max_position_embeddings)
 
 
 def _agree(hf: HFConfig, found: dict[str, Any], key: str, value: Any, one: str, two: str) -> None:
@@ -161,25 +163,17 @@ def _agree(hf: HFConfig, found: dict[str, Any], key: str, value: Any, one: str, 
 
 
 def _number(hf: HFConfig, key: str, value: Any, minimum: float) -> float:
+    # A JSON NaN compares false with everything.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= minimum:
         raise UserError(f"{hf.path}: {key!r} is {value!r}; expected a number >= {minimum:g}.")
     return float(value)
 
 
-def _build(
-    hf: HFConfig,
-    name: str,
-    rope_type: str,
-    found: dict[str, Any],
-    theta: float,
-    head_dim: int,
-    max_position_embeddings: int,
+def _scaled(
+    hf: HFConfig, name: str, found: dict[str, Any], plain: RopeSpec, max_position_embeddings: int
 ) -> RopeSpec:
     """Check the fields of a scaled type and fill in what transformers derives."""
-    if head_dim % 2:
-        raise UserError(f"{hf.path}: rope needs an even 'head_dim', got {head_dim}.")
-    if rope_type == "default":
-        return RopeSpec("default", theta, head_dim)
+    rope_type = plain.type
 
     def field(key: str, minimum: float, default: float | None = None) -> float:
         value = found.get(key)
@@ -195,8 +189,10 @@ def _build(
     def optional(key: str) -> float | None:
         return None if found.get(key) is None else field(key, 0.0)
 
+    if rope_type == "default":
+        return plain
     if rope_type == "linear":
-        return RopeSpec("linear", theta, head_dim, factor=field("factor", 1.0))
+        return replace(plain, factor=field("factor", 1.0))
     if rope_type == "llama3":
         original = int(field("original_max_position_embeddings", 1))
         low, high = field("low_freq_factor", 1e-9), field("high_freq_factor", 1e-9)
@@ -205,10 +201,8 @@ def _build(
                 f"{hf.path}: {name!r} has high_freq_factor {high:g}, which must exceed "
                 f"low_freq_factor {low:g}."
             )
-        return RopeSpec(
-            "llama3",
-            theta,
-            head_dim,
+        return replace(
+            plain,
             factor=field("factor", 1.0),
             original_max_position_embeddings=original,
             low_freq_factor=low,
@@ -218,10 +212,8 @@ def _build(
     truncate = found.get("truncate")
     if truncate is not None and not isinstance(truncate, bool):
         raise UserError(f"{hf.path}: '{name}.truncate' is {truncate!r}; expected true or false.")
-    return RopeSpec(
-        "yarn",
-        theta,
-        head_dim,
+    return replace(
+        plain,
         factor=field("factor", 1.0, max_position_embeddings / original),
         original_max_position_embeddings=original,
         beta_fast=field("beta_fast", 0.0, 32.0) or 32.0,

@@ -22,7 +22,7 @@ def parse(overlay: dict[str, Any]) -> argparse.Namespace:
     add_megatron_arguments(parser)
     run = {
         "micro_batch_size": 1,
-        "seq_length": min(64, overlay["max_position_embeddings"]),
+        "seq_length": min(160, overlay["max_position_embeddings"]),
         "transformer_impl": "transformer_engine",
         "use_cpu_initialization": not torch.cuda.is_available(),
         "apply_rope_fusion": False,

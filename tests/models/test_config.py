@@ -224,7 +224,9 @@ def test_refusals_name_file_key_and_value(name, key, value, tmp_path):
         ("qwen2", "use_sliding_window", True),
         ("qwen2", "dual_chunk_attention_config", {"chunk_size": 8}),
         ("qwen2", "use_mrope", True),
+        ("qwen2", "use_sliding_window", 0),
         ("llama", "pretraining_tp", 2),
+        ("llama", "pretraining_tp", True),
         ("llama", "rope_interleaved", True),
     ],
 )

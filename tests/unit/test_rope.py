@@ -46,6 +46,7 @@ ROPES: dict[str, tuple[float, dict | None]] = {
     "yarn-mscale": (10000.0, YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}),
     "yarn-one-mscale": (10000.0, YARN | {"mscale": 0.5}),
     "yarn-nulls": (10000.0, YARN | {"beta_fast": None, "attention_factor": None}),
+    "yarn-step": (1e6, YARN | {"beta_fast": 8.0, "beta_slow": 8.0, "truncate": False}),
     "yarn-original-length-absent": (10000.0, {"rope_type": "yarn", "factor": 2.0}),
 }
 
@@ -200,6 +201,7 @@ def test_both_spellings_give_the_same(tmp_path, name):
         ({"rope_theta": 1e4, "rope_scaling": {"mrope_section": [1, 2]}}, "mrope_section"),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "rope_type": "linear"}}, "type"),
         ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_theta": 1.0}, "'rope_theta' is 1.0"),
         ({"rope_theta": "1e4"}, "'rope_theta' is '1e4'"),
         ({"rope_theta": 1e4, "rope_scaling": "yarn"}, "expected an object"),
         ({"rope_theta": 1e4, "rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must exceed"),
