@@ -318,6 +318,17 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         _MEMORY,
         "keep optimizer states in host memory and update there, overlapped",
     ),
+    OwnFlag(
+        "--backend",
+        (),
+        "backend",
+        "str",
+        _MEMORY,
+        "modules to build from: Transformer Engine's, or this library's on torch alone",
+        "NAME",
+        choices=("te", "torch"),
+        default="te where it is installed",
+    ),
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
     OwnFlag("--json", (), "json", "flag", _TOOL, "machine-readable output of check and dry run"),
@@ -373,6 +384,7 @@ class OwnFlags:
     parallel: str | None = None
     precision: str | None = None
     fp8: str | None = None
+    backend: str | None = None
     cpu_offloading: bool = False
     cpu_offloading_optimizer: bool = False
     dry_run: bool = False
@@ -395,14 +407,11 @@ class Environment:
     Attributes:
         te: Transformer Engine.
         deep_ep: DeepEP's dispatcher for expert parallelism.
-        wgrad: Apex's fused weight-gradient kernel, which gradient-accumulation fusion needs for
-            the output layer.
         assumed: True where the run happens elsewhere and this is what a GPU image has.
     """
 
     te: bool
     deep_ep: bool
-    wgrad: bool
     assumed: bool = False
 
     @classmethod
@@ -415,7 +424,6 @@ class Environment:
         return cls(
             te=there("transformer_engine"),
             deep_ep=there("deep_ep"),
-            wgrad=there("fused_weight_gradient_mlp_cuda"),
         )
 
 
@@ -661,8 +669,13 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
     ),
     Default(
         "gradient_accumulation_fusion",
-        lambda c: c.gpu and c.environment.wgrad,
-        "only where the fused weight-gradient kernel is installed; upstream refuses it otherwise",
+        lambda c: c.gpu,
+        "weight gradients are added into the fp32 buffer by the matrix product itself",
+    ),
+    Default(
+        "apply_rope_fusion",
+        lambda c: SKIP if c.environment.te else False,
+        "the fused kernel is Transformer Engine's",
     ),
     Default("bf16", _precision_flag("bf16"), "bf16 on GPU, fp32 on CPU ranks"),
     Default("fp16", _precision_flag("fp16"), "see --precision"),
@@ -1056,7 +1069,7 @@ def resolve(
     found = parse(argv)
     own = OwnFlags(**{d: g.value for d, g in found.items() if g.option.own})
     device = _device(own, device)
-    environment = environment or _environment(device)
+    environment = _backend(environment or _environment(device), own.backend, device)
     world_size = _world_size(own, device, world_size)
     plan = _join(found, own, {}, device, environment, world_size, multicast, need_length)
     if own.parallel == "auto":
@@ -1140,12 +1153,23 @@ def _device(own: OwnFlags, device: str | None) -> str:
     return "h100"
 
 
+def _backend(environment: Environment, backend: str | None, device: str) -> Environment:
+    """What ``--backend`` makes of the installed packages."""
+    if backend == "te" and not environment.te:
+        where = "is for GPUs" if device == "cpu" else "is not installed"
+        raise UserError(
+            f"--backend te: Transformer Engine {where}; install the extra te-cu12 or te-cu13 of "
+            "your CUDA, or leave the flag out"
+        )
+    return dataclasses.replace(environment, te=False) if backend == "torch" else environment
+
+
 def _environment(device: str) -> Environment:
     if device == "cpu":
-        return Environment(te=False, deep_ep=False, wgrad=False)
+        return Environment(te=False, deep_ep=False)
     if Path("/proc/driver/nvidia/version").exists():
         return Environment.detect()
-    return Environment(te=True, deep_ep=False, wgrad=False, assumed=True)
+    return Environment(te=True, deep_ep=False, assumed=True)
 
 
 def _world_size(own: OwnFlags, device: str, world_size: int | None) -> int:
