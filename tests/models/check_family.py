@@ -131,17 +131,8 @@ def check_logits(
     reference: torch.Tensor,
 ) -> None:
     """fp32 logits equal to transformers', to `TOLERANCE` of their spread, at every position."""
-    converted = dict(rules.to_megatron(saved, spec))
-    state = ours.state_dict()
-    held = {n: t for n, t in state.items() if not n.endswith("_extra_state")}
-    assert {n: tuple(t.shape) for n, t in held.items()} == {
-        n: tuple(t.shape) for n, t in converted.items()
-    }
-    assert set(converted) == {checkpoint_key(rule.name) for rule in rules.spec_rules(spec)}
+    load(ours, saved, spec)
     assert (ours.output_layer.weight is None) == spec.tied
-    with torch.no_grad():
-        for name, tensor in held.items():
-            tensor.copy_(converted[name])
     device = next(ours.parameters()).device
     found = megatron_model.logits(ours, tokens.to(device)).cpu()
     true = spec.true_vocab_size
@@ -150,3 +141,17 @@ def check_logits(
     assert spread > 0.3  # the comparison says nothing about a model that says nothing
     worst = float((found[..., :true] - reference).abs().max()) / spread
     assert worst < TOLERANCE, f"logits differ by {worst:.1e} of their spread"
+
+
+def load(ours: Any, saved: Mapping[str, torch.Tensor], spec: ModelSpec) -> None:
+    """Fill a Megatron model from saved HF tensors; names and shapes must be the same set."""
+    converted = dict(rules.to_megatron(saved, spec))
+    state = ours.state_dict()
+    held = {n: t for n, t in state.items() if not n.endswith("_extra_state")}
+    assert {n: tuple(t.shape) for n, t in held.items()} == {
+        n: tuple(t.shape) for n, t in converted.items()
+    }
+    assert set(converted) == {checkpoint_key(rule.name) for rule in rules.spec_rules(spec)}
+    with torch.no_grad():
+        for name, tensor in held.items():
+            tensor.copy_(converted[name])

@@ -29,7 +29,7 @@ TINY = {
     "llama": configs.LLAMA,
 }
 
-#: Published parameter counts.
+#: Published parameter counts; a tied output layer counts once.
 PARAMETERS = {
     "codellama-7b": 6_738_546_688,
     "llama-2-7b": 6_738_415_616,
@@ -40,6 +40,7 @@ PARAMETERS = {
     "qwen1.5-0.5b": 463_987_712,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import megatron_model
 import pytest
 import torch
-from check_family import check_family, resolve
+from check_family import check_family, load, random_hf_model, resolve
 from configs import QWEN3_MOE
+from safetensors.torch import load_file
 
 from megatron_patch.util import UserError
 
@@ -62,6 +64,32 @@ def test_balancing_loss_is_that_of_transformers_over_top_k(tmp_path):
     ours = switch_load_balancing_loss_func(probs, counts, 100, top_k, experts, 1.0)
     theirs = load_balancing_loss_func((logits,), experts, top_k)
     torch.testing.assert_close(ours * top_k, theirs)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_balancing_loss_reaches_the_router_exactly_once(tmp_path, coefficient):
+    """The gradient of a model whose only loss is the balancing one, against transformers'."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    config = QWEN3_MOE | {"num_hidden_layers": 1, "mlp_only_layers": []}
+    spec = resolve(config | {"router_aux_loss_coef": coefficient}, tmp_path)
+    theirs = random_hf_model(tmp_path)
+    theirs.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    tokens = torch.randint(1000, (2, 64), generator=torch.Generator().manual_seed(3))
+    theirs(tokens, output_router_logits=True).aux_loss.backward()
+    expected = theirs.model.layers[0].mlp.gate.weight.grad * coefficient / 2  # top-k
+    with megatron_model.one_rank():
+        ours = megatron_model.build(spec).train()
+        load(ours, saved, spec)
+        device = next(ours.parameters()).device
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
+        with torch.compiler.set_stance("force_eager"):
+            positions = torch.arange(64, device=device).expand(2, -1)
+            (ours(tokens.to(device), positions, None) * 0).sum().backward()
+        found = ours.decoder.layers[0].mlp.router.weight.grad.cpu()
+    assert found.any() == bool(coefficient)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-8)
 
 
 def test_one_expert_with_normalised_gates_is_refused(tmp_path):
