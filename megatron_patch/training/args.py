@@ -28,6 +28,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -1427,6 +1428,8 @@ def _length(
         if need or asked:
             raise UserError("--seq-length is missing: tokens a sequence, for example 4096")
         return
+    if values["micro_batch_size"] < 1:
+        raise UserError(f"--micro-batch-size {values['micro_batch_size']}: at least 1 is needed")
     batch = values["global_batch_size"]
     if batch is None:
         batch = values["micro_batch_size"] * plan.data_parallel_size
@@ -1609,11 +1612,12 @@ def _epoch_tokens(plan: Plan, *, required: bool) -> int | None:
 
 
 def _model_parallel(values: Mapping[str, Any]) -> int:
-    return int(
+    product = (
         values["tensor_model_parallel_size"]
         * values["pipeline_model_parallel_size"]
         * values["context_parallel_size"]
     )
+    return max(1, int(product))  # a size of 0 is refused by check, in its own words
 
 
 def _show(value: Any) -> str:
@@ -1638,11 +1642,13 @@ def help_text(program: str, everything: bool = False) -> str:
             if flag.group != group:
                 continue
             head = f"  {flag.name} {flag.metavar}".rstrip()
-            choices = f" ({'|'.join(flag.choices)})" if flag.choices else ""
-            default = f" [{flag.default}]" if flag.default else ""
-            lines.append(f"{head:<34}{flag.help}{choices}{default}")
-            if flag.aliases:
-                lines.append(f"{'':<34}also {' '.join(flag.aliases)}")
+            text = flag.help
+            text += f" ({'|'.join(flag.choices)})" if flag.choices else ""
+            text += f" [{flag.default}]" if flag.default else ""
+            text += f"; also {' '.join(flag.aliases)}" if flag.aliases else ""
+            first, *more = textwrap.wrap(text, 66, break_on_hyphens=False, break_long_words=False)
+            lines.append(f"{head:<34}{first}")
+            lines += [f"{'':<34}{line}" for line in more]
         lines.append("")
     lines.append("One of --train-tokens, --train-iters, --train-samples, --epochs is needed.")
     lines.append("Every Megatron flag passes through and wins; --no-FLAG switches a flag off;")

@@ -304,6 +304,8 @@ def _data(value: str, call: _Call) -> None:
 
 
 def _validation(value: str, call: _Call) -> None:
+    if value == "none":
+        return
     call.remarks.append(
         f"validation data {value}: the old script read it for raw data only; to evaluate, use "
         "--train-data-path and --valid-data-path instead of --data-path"

@@ -133,12 +133,12 @@ class Sizes:
     @property
     def dp(self) -> int:
         """Data-parallel size, at least 1."""
-        return max(1, self.world // (self.tp * self.pp * self.cp))
+        return max(1, self.world // max(1, self.tp * self.pp * self.cp))
 
     @property
     def edp(self) -> int:
         """Data-parallel size of experts, at least 1."""
-        return max(1, self.world // (self.etp * self.ep * self.pp))
+        return max(1, self.world // max(1, self.etp * self.ep * self.pp))
 
 
 # --- layers and stages ------------------------------------------------------------------------

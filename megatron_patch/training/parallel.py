@@ -300,7 +300,7 @@ def _device_refusals(plan: Plan) -> Iterator[str]:
                     "smaller --tp or another recipe"
                 )
     if recipe and not plan.environment.te and device != "cpu":
-        yield f"--fp8 {recipe} needs Transformer Engine, which is not installed; train in bf16"
+        yield f"--fp8 {recipe} needs Transformer Engine, which this run does without; train in bf16"
     if values["bf16"] and capability and capability < (8, 0):
         yield f"bf16 needs compute capability 8.0, {device} has {capability}; use --precision fp16"
 
@@ -449,6 +449,12 @@ def check(plan: Plan) -> Report:
     """
     values = plan.values
     refusals = list(_shape(values))
+    if values["num_layers"]:
+        for pattern in (memory.moe_layers, memory.linear_layers):
+            try:
+                pattern(values)
+            except UserError as problem:
+                refusals.append(str(problem))
     warnings: list[str] = []
     limit = device_memory(plan)
     if refusals:
