@@ -16,13 +16,12 @@ file (see ``SPLIT``) is then a fair sample, not the last letters of the alphabet
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import io
 import json
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -267,7 +266,6 @@ def prepare(folder: Path, *, folders: Sequence[Path] | None = None) -> Prepared:
 
 def _fill(work: Path, folders: Sequence[Path] | None) -> Prepared:
     from megatron_patch.data import idxmap
-    from megatron_patch.data import text as preprocess
 
     start = time.monotonic()
     corpus = collect(folders)
@@ -287,18 +285,25 @@ def _fill(work: Path, folders: Sequence[Path] | None) -> Prepared:
     print(
         f"demo: tokenizer with {VOCAB_SIZE} tokens ({time.monotonic() - start:.1f} s)", flush=True
     )
-    argv = [
-        *("--input", str(work / "corpus.jsonl")),
-        *("--hf-model", str(work / "model")),
-        *("--output-prefix", str(work / "demo")),
-        "--append-eod",
-    ]
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):  # it names the place that is about to be renamed
-        status = preprocess.main(argv)
-    if status != 0:
-        print(shown.getvalue(), end="")
-        raise UserError(f"tokenizing the demo's text failed (status {status}), see above")
+    # A process of its own: it forks workers, which this one's tokenizer threads would not survive.
+    # Its output names the place that is about to be renamed, so it is shown only where it failed.
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "megatron_patch.data.text"),
+            *("--input", str(work / "corpus.jsonl")),
+            *("--hf-model", str(work / "model")),
+            *("--output-prefix", str(work / "demo")),
+            "--append-eod",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise UserError(
+            f"tokenizing the demo's text failed with status {done.returncode}:\n"
+            f"{done.stdout}{done.stderr}"
+        )
     tokens = idxmap.token_count(str(work / "demo_text_document"))
     print(f"demo: {tokens:,} tokens, {SPLIT} % of the documents for training, validation, test")
     prepared = Prepared(
