@@ -49,10 +49,13 @@ def accumulate_weight_grad(input_NI: Tensor, grad_output_NO: Tensor, main_grad_O
             grad_output_NO.t().to(main_grad_OI.dtype), input_NI.to(main_grad_OI.dtype)
         )
         return
-    from megatron.core.extensions.transformer_engine import te_general_gemm
+    from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    if te_general_gemm is not None:
-        te_general_gemm(
+    if HAVE_TE:
+        # Upstream's own wrapper of this call has no `accumulate`.
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+        general_gemm(
             input_NI,
             grad_output_NO,
             out_dtype=main_grad_OI.dtype,
