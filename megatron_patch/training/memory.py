@@ -834,4 +834,4 @@ def step_flops(values: Mapping[str, Any]) -> float:
         # looking up a row is no matrix product
         active -= values["padded_vocab_size"] * values["hidden_size"]
     tokens = values["seq_length"] * values["global_batch_size"]
-    return 6.0 * active * tokens + attention_flops(values)
+    return float(6 * active * tokens + attention_flops(values))
