@@ -30,15 +30,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_patch import _compat
 from megatron_patch.util import UserError
 
 #: Raise when the content of a prepared directory changes: older ones are then made anew.
 FORMAT = 1
 VOCAB_SIZE = 4096
 SEQ_LENGTH = 256
-GLOBAL_BATCH_SIZE = 16
+GLOBAL_BATCH_SIZE = 8
 #: Optimizer steps of one call, about two minutes on two cores.
-STEPS = 160
+STEPS = 320
 #: Train, validation and test share of the documents.
 SPLIT = "95,5,0"
 #: Bytes of text taken at most and needed at least.
@@ -319,8 +320,8 @@ def _fill(work: Path, folders: Sequence[Path] | None) -> Prepared:
     return prepared
 
 
-def train_flags(folder: Path, ranks: int = 1) -> list[str]:
-    """Training flags for a prepared ``folder`` and ``ranks`` processes, but for how many steps."""
+def train_flags(folder: Path, ranks: int = 1, steps: int = STEPS) -> list[str]:
+    """Training flags for a prepared ``folder``, ``ranks`` processes and calls of ``steps`` steps."""
     micro_batch_size = -(-GLOBAL_BATCH_SIZE // ranks)
     return [
         *("--hf-model", str(folder / "model")),
@@ -329,12 +330,12 @@ def train_flags(folder: Path, ranks: int = 1) -> list[str]:
         *("--seq-length", str(SEQ_LENGTH)),
         *("--micro-batch-size", str(micro_batch_size)),
         *("--global-batch-size", str(micro_batch_size * ranks)),
-        *("--lr", "2e-3"),
+        *("--lr", "1e-3"),
         *("--min-lr", "2e-4"),
         *("--lr-decay-style", "cosine"),
-        *("--warmup-steps", "10"),
-        *("--save-interval", "40"),
-        *("--eval-interval", "40"),
+        *("--warmup-steps", str(min(20, steps // 4))),
+        *("--save-interval", "80"),
+        *("--eval-interval", "160"),
         *("--eval-iters", "4"),
         *("--log-interval", "1"),
     ]
@@ -346,6 +347,8 @@ class Schedule:
 
     start: int
     end: int
+    #: End of the call after this one.
+    then: int
     says: str
     extends: bool = False
 
@@ -358,16 +361,18 @@ def schedule(done: int, steps: int = STEPS) -> Schedule:
     """
     end = (done // steps + 1) * steps
     if done == 0:
-        return Schedule(done, end, f"demo: {end} steps from scratch")
+        return Schedule(done, end, end + steps, f"demo: {end} steps from scratch")
     if done % steps == 0:
         return Schedule(
             done,
             end,
+            end + steps,
             f"demo: the run had finished at step {done}; its schedule is extended by {steps} "
             f"steps, to {end}",
             extends=True,
         )
-    return Schedule(done, end, f"demo: the run was interrupted; it goes on at step {done} of {end}")
+    says = f"demo: the run was interrupted; it goes on at step {done} of {end}"
+    return Schedule(done, end, end + steps, says)
 
 
 def saved_step(output_dir: Path) -> int:
@@ -379,14 +384,14 @@ def saved_step(output_dir: Path) -> int:
         return 0
 
 
-def report(output_dir: Path, start: int, script: str) -> str:
-    """What a finished call says: the loss of this call and of the whole run, files, next steps."""
+def report(output_dir: Path, plan: Schedule, script: str) -> str:
+    """What a finished call says: the loss of the run and of this call, files, next steps."""
     from megatron_patch.training import metrics
 
     records = metrics.read(output_dir)
     lines = ["", f"demo: {metrics.summary(records)}"]
-    recent = [r for r in records if r["iteration"] > start]
-    if start and recent:
+    recent = [r for r in records if r["iteration"] > plan.start]
+    if plan.start and recent:
         lines.append(f"demo: this call: {metrics.summary(recent)}")
     produced = (
         ("checkpoint", "checkpoints"),
@@ -398,24 +403,22 @@ def report(output_dir: Path, start: int, script: str) -> str:
     for what, name in produced:
         path = output_dir / name
         lines.append(f"  {what + ':':<22}{path}" + ("" if path.exists() else "  (not written)"))
+    python = [sys.executable]
+    if _compat.installed_version("megatron-patch") is None:
+        root = Path(__file__).resolve().parents[2]
+        python = ["env", f"PYTHONPATH={root}", sys.executable]
     lines += [
         "",
         "Next:",
-        f"  the same again, {STEPS} steps further:",
-        f"    {shlex.join([script])}" + _same_place(output_dir),
+        f"  the same call again extends this run, to step {plan.then}",
         '  your own text (lines of {"text": ...}), tokenized for your model:',
-        "    python -m megatron_patch.cli preprocess --input TEXT.jsonl --hf-model MODEL "
-        "--output-prefix data/text --append-eod",
+        f"    {shlex.join([*python, '-m', 'megatron_patch.cli', 'preprocess'])} --input TEXT.jsonl "
+        "--hf-model MODEL --output-prefix DATA --append-eod",
         "  your own model, checked before it starts; without --dry-run it trains:",
-        f"    {shlex.join([script])} --hf-model MODEL --data-path data/text_text_document "
+        f"    bash {shlex.quote(script)} --hf-model MODEL --data-path DATA_text_document "
         "--output-dir runs/mine --train-tokens 100M --dry-run",
     ]
     return "\n".join(lines)
-
-
-def _same_place(output_dir: Path) -> str:
-    default = output_dir == DEFAULT_OUTPUT
-    return "" if default else f" --demo --output-dir {shlex.quote(str(output_dir))}"
 
 
 def main(argv: list[str] | None = None) -> int:

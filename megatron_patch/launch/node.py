@@ -272,7 +272,7 @@ def run_demo(
     if plan.extends:
         # Without it the checkpoint's schedule is kept, and a longer one refused.
         final.append("--override-opt-param-scheduler")
-    defaults = [*demo.train_flags(inputs, world.size), "--output-dir", str(folder)]
+    defaults = [*demo.train_flags(inputs, world.size, steps), "--output-dir", str(folder)]
     flags = Flags(tuple(defaults), user, tuple(final))
 
     print("demo: a tiny Qwen3 on the text of Python's standard library", flush=True)
@@ -288,5 +288,5 @@ def run_demo(
     demo.prepare(inputs)
     status = start(call, options, world, machine, environ, flags, folder)
     if status == 0:
-        print(demo.report(folder, plan.start, call.script), flush=True)
+        print(demo.report(folder, plan, call.script), flush=True)
     return status
