@@ -33,12 +33,7 @@ COMMANDS = MappingProxyType(
             "megatron_patch.data.text:main",
             "Turn documents into .bin/.idx files for pretraining.",
         ),
-        "convert": (
-            "megatron_patch.convert.cli:main",
-            "Convert weights between Hugging Face and Megatron checkpoints.",
-        ),
         "pretrain": ("megatron_patch.pretrain:main", "Train (under torchrun: one process a GPU)."),
-        "sft": ("megatron_patch.sft:main", "Fine-tune on messages."),
         "plot": ("megatron_patch.training.metrics:main", "Draw the loss curve of a run directory."),
         "patches": (
             "megatron_patch.patches.registry:main",
