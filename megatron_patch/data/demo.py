@@ -321,7 +321,7 @@ def _fill(work: Path, folders: Sequence[Path] | None) -> Prepared:
 
 
 def train_flags(folder: Path, ranks: int = 1, steps: int = STEPS) -> list[str]:
-    """Training flags for a prepared ``folder``, ``ranks`` processes and calls of ``steps`` steps."""
+    """Training flags for a prepared ``folder``, so many ranks, and calls of so many steps."""
     micro_batch_size = -(-GLOBAL_BATCH_SIZE // ranks)
     return [
         *("--hf-model", str(folder / "model")),
