@@ -71,6 +71,7 @@ class Result:
         items: Lines, items or rows seen.
         blank: Blank lines among them.
         bad: Number within the task and reason of each unusable record.
+        rerouted: Texts that went to the reference engine for a character in them.
         empty: Per key, documents without a token.
         sizes: Per key, bytes to write.
         lengths: Per key, tokens of each sequence.
@@ -80,6 +81,7 @@ class Result:
     items: int
     blank: int
     bad: list[tuple[int, str]]
+    rerouted: int = 0
     empty: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     lengths: list[npt.NDArray[np.int32]] = field(default_factory=list)
@@ -117,6 +119,9 @@ def encode_task(task: Task, encoding: Encoding) -> tuple[Result, list[memoryview
         result.empty.append(int((per_document == 0).sum()))
         result.sizes.append(ids.nbytes)
         buffers.append(memoryview(ids).cast("B") if ids.size else memoryview(b""))
+    engine = encoding.tokenizer.engine
+    if isinstance(engine, tokenizers.GuardedEngine):
+        result.rerouted, engine.rerouted = engine.rerouted, 0
     if encoding.audit:
         _audit(task, batch, encoding.tokenizer)
     return result, buffers
@@ -258,6 +263,7 @@ class Totals:
     blank: int = 0
     bad: int = 0
     empty: int = 0
+    rerouted: int = 0
     weight: int = 0
     shown: list[str] = field(default_factory=list)
 
@@ -368,6 +374,7 @@ class Pool:
         totals.items += result.items
         totals.blank += result.blank
         totals.empty += sum(result.empty)
+        totals.rerouted += result.rerouted
         totals.weight += task.weight
         self._items[task.source] = self._items.get(task.source, 0) + result.items
         offsets = []
@@ -697,6 +704,11 @@ def _report(
         notes.append(f"{totals.blank} blank lines passed over")
     if totals.empty:
         notes.append(f"{totals.empty} documents without a token kept (no sequence, no EOD)")
+    if totals.rerouted:
+        notes.append(
+            f"{totals.rerouted} texts with a character that gigatoken treats otherwise encoded by "
+            f"{tokenizer.reference.name}"
+        )
     if totals.bad:
         notes.append(f"{totals.bad} bad records left out")
     if notes:

@@ -9,7 +9,7 @@ What counts as "the ids of Megatron-LM's tool" (``megatron/core/tokenizers/text/
 
 * HuggingFace: ``tokenizer(text).input_ids``, so whatever the post-processor puts before and after
   the text (Llama 3's BOS, say) is part of the document. ``tokenizer_config.json`` is read as
-  transformers reads it: added tokens, named special tokens, ``add_bos_token``/``add_eos_token``.
+  transformers reads it, for added tokens and named special tokens.
 * SentencePiece: ``encode_as_ids(text)``, no BOS; control symbols written in the text are text.
 * tiktoken: ``encode(text, allowed_special="all")``.
 """
@@ -311,14 +311,9 @@ def _finish_huggingface(
     # Upstream lets SEP stand in for a missing EOS, and CLS for a missing BOS.
     eod = token("eos_token") or token("sep_token")
     bos = token("bos_token") or token("cls_token")
-    prefix: tuple[int, ...]
-    suffix: tuple[int, ...]
-    if "add_bos_token" in config or "add_eos_token" in config:
-        first, last = token("bos_token"), token("eos_token")
-        prefix = (first.id,) if config.get("add_bos_token") and first else ()
-        suffix = (last.id,) if config.get("add_eos_token") and last else ()
-    else:
-        prefix, suffix = _added_around(tokenizer, source)
+    # The flags add_bos_token and add_eos_token do not count where there is a tokenizer.json: its
+    # post-processor does.
+    prefix, suffix = _added_around(tokenizer, source)
     reference = TokenizersEngine(tokenizer)
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     return TextTokenizer(
@@ -529,18 +524,15 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 _LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[{U}]*[{L}]+{C}|[^\r\n\p{L}\p{N}]?[{U}]+[{L}]*{C}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n{S}]*|"
-)
 
 
 def _cased(upper: str, lower: str, contraction: str, slash: str) -> str:
-    table = (("{U}", upper), ("{L}", lower), ("{C}", contraction), ("{S}", slash))
-    text = _CASED
-    for mark, value in table:
-        text = text.replace(mark, value)
-    return text
+    """Words that break where lower case turns into upper case, numbers, punctuation."""
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{lead}[{upper}]*[{lower}]+{contraction}|{lead}[{upper}]+[{lower}]*{contraction}"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{slash}]*|"
+    )
 
 
 _NO_HAN = r"&&[^\p{Han}]"
@@ -918,28 +910,88 @@ class GigatokenEngine:
     name = "gigatoken"
 
     def __init__(
-        self, encode: Callable[[str], Ids], prepare: Callable[[str], Sequence[str]]
+        self, encode: Callable[[str], Ids], prepare: Callable[[str], Sequence[str]] | None = None
     ) -> None:
         self._encode = encode
         self._prepare = prepare
 
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, on the calling thread."""
-        if self._prepare is _whole:
+        if self._prepare is None:
             return [self._encode(text) for text in texts]
         return [_joined(self._encode, self._prepare(text)) for text in texts]
+
+
+class GuardedEngine:
+    """A fast engine that is trusted one character at a time.
+
+    Libraries carry tables of different Unicode versions, so they part on characters that one of
+    them does not know yet (which are letters, which are marks, how marks are ordered). A character
+    is compared in several surroundings when it first occurs; a text that holds one on which the two
+    part goes to the reference. ASCII is what ``accelerate`` tries out.
+
+    Args:
+        fast: The engine to use.
+        reference: The engine that defines the ids.
+    """
+
+    def __init__(self, fast: Engine, reference: Engine) -> None:
+        self.name = fast.name
+        self.fast = fast
+        self.reference = reference
+        self.rerouted = 0
+        self._state = np.zeros(0x11_0000, dtype=np.uint8)  # 0 unknown, 1 equal, 2 different
+        self._state[:0x80] = 1
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text; always the reference's, as far as that can be found out."""
+        if all(map(str.isascii, texts)):
+            return self.fast.encode_many(texts)
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> Ids:
+        if not text.isascii():
+            points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+            states = self._state[points]
+            if not states.all():
+                self._learn(np.unique(points[states == 0]))
+                states = self._state[points]
+            if states.max() > 1:
+                self.rerouted += 1
+                return self.reference.encode_many([text])[0]
+        return self.fast.encode_many([text])[0]
+
+    def _learn(self, points: npt.NDArray[np.uint32]) -> None:
+        probes = [_probe(chr(point)) for point in points]
+        expected = self.reference.encode_many(probes)
+        for point, got, want in zip(points, self.fast.encode_many(probes), expected, strict=True):
+            self._state[point] = 1 if np.array_equal(got, want) else 2
+
+    def seen(self) -> tuple[int, list[str]]:
+        """Number of characters beyond ASCII compared so far, and those that differ."""
+        known = int((self._state[0x80:] > 0).sum())
+        return known, [chr(point) for point in np.flatnonzero(self._state == 2)]
+
+
+def _probe(char: str) -> str:
+    """``char`` beside letters, itself, digits, line ends, punctuation, and marks above and below.
+
+    The marks are of three combining classes, so that normalization puts a mark of any other class
+    before or after one of them.
+    """
+    return f"a{char}b {char}{char} 1{char}\n{char}\u0301 {char}\u0323 x\u0345{char}\u0334 .{char}"
 
 
 def _gigatoken_from_json(data: str) -> Engine:
     from gigatoken.gigatoken_rs import load_hf_json
 
-    return GigatokenEngine(load_hf_json(data).encode, _whole)
+    return GigatokenEngine(load_hf_json(data).encode)
 
 
 def _gigatoken_from_sentencepiece(file: Path) -> Engine:
     import gigatoken
 
-    return GigatokenEngine(gigatoken.Tokenizer.from_sentencepiece(file).encode, _whole)
+    return GigatokenEngine(gigatoken.Tokenizer.from_sentencepiece(file).encode)
 
 
 def _gigatoken_from_ranks(
@@ -952,7 +1004,8 @@ def _gigatoken_from_ranks(
 
     assert pattern.scheme is not None
     return GigatokenEngine(
-        BPETokenizer.from_tiktoken(str(file), pattern.scheme, specials).encode, prepare
+        BPETokenizer.from_tiktoken(str(file), pattern.scheme, specials).encode,
+        None if prepare is _whole else prepare,
     )
 
 
@@ -981,7 +1034,8 @@ def accelerate(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple[TextTok
         sample: Documents of the corpus that is about to be encoded.
 
     Returns:
-        The tokenizer, with gigatoken as its engine where the ids were equal, and the comparison.
+        The tokenizer, with gigatoken (in a ``GuardedEngine``) as its engine where the ids were
+        equal, and the comparison.
     """
     if tokenizer.fast is None:
         return tokenizer, Proof(False, reason="it has no counterpart of this vocabulary's pattern")
@@ -991,14 +1045,24 @@ def accelerate(tokenizer: TextTokenizer, sample: Sequence[str]) -> tuple[TextTok
         return tokenizer, Proof(False, reason="it is not installed (pip install gigatoken)")
     except Exception as error:
         return tokenizer, Proof(False, reason=f"it cannot load this tokenizer ({error})")
+    guarded = GuardedEngine(engine, tokenizer.reference)
     texts = [*adversarial(tokenizer.special_texts), *sample]
     characters = sum(map(len, texts))
-    different = first_difference(engine, tokenizer.reference, texts)
+    different = first_difference(guarded, tokenizer.reference, texts)
     if different is not None:
         return tokenizer, Proof(
             False, len(texts), characters, f"its ids differ, for one on {_shorten(different)}"
         )
-    return replace(tokenizer, engine=engine), Proof(True, len(texts), characters)
+    known, parted = guarded.seen()
+    if len(parted) > max(8, known // 20):
+        return tokenizer, Proof(
+            False,
+            len(texts),
+            characters,
+            f"its ids differ on {len(parted)} of {known} characters, as U+{ord(parted[0]):04X}",
+        )
+    guarded.rerouted = 0
+    return replace(tokenizer, engine=guarded), Proof(True, len(texts), characters)
 
 
 def first_difference(engine: Engine, reference: Engine, texts: Sequence[str]) -> str | None:
@@ -1063,9 +1127,7 @@ def adversarial(special_texts: Sequence[str] = (), *, seed: int = 20) -> list[st
     pool = [*_WORDS, *_SEPARATORS, *_SEPARATORS, *_AWKWARD, *picked]
     for _ in range(400):
         texts.append("".join(rng.choice(pool) for _ in range(rng.randint(2, 24))))
-    for _ in range(150):
+    for _ in range(40):
         points = (rng.randrange(1, 0x11_0000) for _ in range(rng.randint(1, 12)))
         texts.append("".join(chr(p) for p in points if not 0xD800 <= p < 0xE000))
-    for start in range(0x80, 0x3200, 0x40):  # the blocks of living scripts, one by one
-        texts.append("".join(map(chr, range(start, start + 0x40))))
     return texts
