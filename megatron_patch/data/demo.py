@@ -350,14 +350,13 @@ class Schedule:
     #: End of the call after this one.
     then: int
     says: str
-    extends: bool = False
 
 
 def schedule(done: int, steps: int = STEPS) -> Schedule:
     """The next call's schedule, given the last saved step and the length of one call.
 
     A call ends at a multiple of ``steps``. Being there means that the run had finished, so it is
-    extended by as many; anywhere else it was interrupted and goes on to where it was heading.
+    extended by as many; anywhere else it was stopped and goes on to where it was heading.
     """
     end = (done // steps + 1) * steps
     if done == 0:
@@ -369,9 +368,8 @@ def schedule(done: int, steps: int = STEPS) -> Schedule:
             end + steps,
             f"demo: the run had finished at step {done}; its schedule is extended by {steps} "
             f"steps, to {end}",
-            extends=True,
         )
-    says = f"demo: the run was interrupted; it goes on at step {done} of {end}"
+    says = f"demo: the run stopped at step {done}; it goes on to step {end}"
     return Schedule(done, end, end + steps, says)
 
 

@@ -144,21 +144,17 @@ def run(call: Call) -> int:
     flags = Flags(call.defaults, tuple(rest))
     demo = wants_demo(flags, options)
     machine = probe(environ)
-    if demo and options.ranks_per_node is None and not _started_per_rank(environ):
-        # The tiny model gains nothing from more ranks, and one rank runs on every machine.
-        options = replace(options, ranks_per_node=1)
     device = flags.get("device")
     if device is not None:
         device = "cpu" if device == "cpu" else "cuda"
     world = detect(environ, options, machine, device)
     if demo:
+        if options.ranks_per_node is None and world.rank is None:
+            # The tiny model gains nothing from more ranks, and one rank runs on every machine.
+            world = replace(world, ranks_per_node=1)
         return run_demo(call, options, flags.user, world, machine, environ)
     folder, flags = with_output_dir(clip_seq_length(flags))
     return start(call, options, world, machine, environ, flags, folder)
-
-
-def _started_per_rank(environ: Mapping[str, str]) -> bool:
-    return int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1) > 1
 
 
 def start(
@@ -204,7 +200,7 @@ def start(
         status = preflight(world, checked, quiet=not (world.leads or options.dry_run))
         if status:
             return status
-        if not options.dry_run:
+        if not options.dry_run and call.entry == "pretrain":
             require_length_and_data(world, checked)
     if options.dry_run:
         print("dry run: nothing was started or written")
@@ -269,7 +265,7 @@ def run_demo(
     inputs = folder / "input"
 
     final = ["--train-iters", str(plan.end)]
-    if plan.extends:
+    if plan.start:
         # Without it the checkpoint's schedule is kept, and a longer one refused.
         final.append("--override-opt-param-scheduler")
     defaults = [*demo.train_flags(inputs, world.size, steps), "--output-dir", str(folder)]

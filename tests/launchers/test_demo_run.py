@@ -48,7 +48,7 @@ def test_demo_is_interrupted_goes_on_and_is_extended(place: Any) -> None:
 
     done = place.run(SCRIPT, *FLAGS, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    assert f"was interrupted; it goes on at step {saved} of 6" in done.stdout
+    assert f"the run stopped at step {saved}; it goes on to step 6" in done.stdout
     assert tracker.read_text().strip() == "6"
     assert sorted(set(steps(run))) == [1, 2, 3, 4, 5, 6]
     log = (run / "logs" / "node0.log").read_text()

@@ -201,6 +201,30 @@ def test_demo_on_several_nodes(env: str, flags: tuple[str, ...], place: Any) -> 
     assert list(place.cwd.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        },
+        {**slurm(0), "SLURM_JOB_NUM_NODES": "1"},
+    ],
+)
+def test_demo_where_every_rank_was_started(environ: dict[str, str], place: Any) -> None:
+    assert "one process per rank" in refused(place.run(QWEN3, **environ))
+
+
+def test_demo_dry_run_on_one_node_of_a_cluster(place: Any) -> None:
+    environ = TWO_NODES["dlc"](0) | {"WORLD_SIZE": "1", "KUBERNETES_CONTAINER_RESOURCE_GPU": "8"}
+    done = place.run(QWEN3, "--dry-run", **environ)
+    assert "1 node x 1 GPU rank = 1" in world(done)
+    assert "320 steps from scratch" in done.stdout
+    assert list(place.cwd.iterdir()) == []
+
+
 def test_demo_with_a_model(place: Any) -> None:
     assert "--demo" in refused(place.run(QWEN3, "--demo", "--hf-model", str(place.model)))
 

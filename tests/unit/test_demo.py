@@ -139,18 +139,18 @@ def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "steps", "end", "extends", "says"),
+    ("done", "steps", "end", "says"),
     [
-        (0, 100, 100, False, "100 steps from scratch"),
-        (40, 100, 100, False, "interrupted; it goes on at step 40 of 100"),
-        (100, 100, 200, True, "had finished at step 100; its schedule is extended by 100"),
-        (140, 100, 200, False, "goes on at step 140 of 200"),
-        (200, 100, 300, True, "to 300"),
+        (0, 100, 100, "100 steps from scratch"),
+        (40, 100, 100, "stopped at step 40; it goes on to step 100"),
+        (100, 100, 200, "had finished at step 100; its schedule is extended by 100"),
+        (140, 100, 200, "it goes on to step 200"),
+        (200, 100, 300, "to 300"),
     ],
 )
-def test_schedule(done: int, steps: int, end: int, extends: bool, says: str) -> None:
+def test_schedule(done: int, steps: int, end: int, says: str) -> None:
     plan = demo.schedule(done, steps)
-    assert (plan.start, plan.end, plan.extends) == (done, end, extends)
+    assert (plan.start, plan.end, plan.then) == (done, end, end + steps)
     assert says in plan.says
 
 
