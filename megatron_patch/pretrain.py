@@ -1,6 +1,6 @@
 """Pretraining and continued pretraining on indexed token files.
 
-    torchrun --nproc-per-node 8 -m megatron_patch.pretrain --hf-model DIR --data-path PREFIX ...
+torchrun --nproc-per-node 8 -m megatron_patch.pretrain --hf-model DIR --data-path PREFIX ...
 """
 
 from __future__ import annotations

@@ -163,9 +163,7 @@ class SDPACoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.cp_group = groups.cp
         self.cp_size = self.cp_group.size() if config.context_parallel_size > 1 else 1
-        self.dropout = (
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         width = k_channels if k_channels is not None else config.kv_channels
         scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(width)
         if config.apply_query_key_layer_scaling:

@@ -28,9 +28,7 @@ from torch.nn.parameter import Parameter
 def _norm_parameter(config: TransformerConfig, size: int, fill: float) -> Parameter:
     """A replicated vector; under sequence parallelism its gradient is summed over TP ranks."""
     parameter = Parameter(
-        torch.full(
-            (size,), fill, dtype=config.params_dtype, device=torch.cuda.current_device()
-        )
+        torch.full((size,), fill, dtype=config.params_dtype, device=torch.cuda.current_device())
     )
     parameter.sequence_parallel = config.sequence_parallel
     return parameter

@@ -230,9 +230,7 @@ PATCHES: tuple[Patch, ...] = (
     _patch("torch.utils.data.DataLoader.__init__", _not_pinned, mode="wrap"),
     _patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", _rng_get),
     _patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", _rng_set),
-    _patch(
-        "megatron.training.training.initialize_megatron", _allow_no_cuda, mode="wrap"
-    ),
+    _patch("megatron.training.training.initialize_megatron", _allow_no_cuda, mode="wrap"),
     _patch(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
         _splits_on_cpu,

@@ -42,11 +42,15 @@ def _patch(
 
 _TE_SPEC = "models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_submodules"
 _OPTIMIZER = "optimizer._get_megatron_optimizer_based_on_param_groups"
-_OPTIMIZER_WHY = "torch's Adam keeps a step per parameter, which the distributed optimizer cannot load"
+_OPTIMIZER_WHY = (
+    "torch's Adam keeps a step per parameter, which the distributed optimizer cannot load"
+)
 _ADAM = "megatron_patch.ops.adam:GroupStepAdam"
 
 PATCHES: tuple[Patch, ...] = (
-    _patch("spec", "models.gpt.gpt_layer_specs.TESpecProvider", _PROVIDER, _TE_SPEC, "6b04c52775f0202d"),
+    _patch(
+        "spec", "models.gpt.gpt_layer_specs.TESpecProvider", _PROVIDER, _TE_SPEC, "6b04c52775f0202d"
+    ),
     _patch(
         "block-norm",
         "models.gpt.gpt_layer_specs.TENorm",

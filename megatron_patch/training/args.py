@@ -725,9 +725,14 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
     ),
     Default(
         "dist_ckpt_strictness",
-        "raise_unexpected",
-        "a weight that the checkpoint lacks is an error; raise_all would also refuse the optimizer "
-        "state that --init-from leaves out",
+        "raise_all",
+        "weights are the model's, no more and no less; what holds none may be absent "
+        "(patches/strict_load.py)",
+    ),
+    Default(
+        "override_opt_param_scheduler",
+        lambda c: SKIP if c.values["use_checkpoint_opt_param_scheduler"] else True,
+        "on resume the command line's schedule counts: a longer run extends a finished one",
     ),
     Default("save_interval", 500, "steps between checkpoints; the last step is always saved"),
     Default("manual_gc", True, "all ranks collect at the same step, so none waits for another"),

@@ -299,6 +299,10 @@ def _device_refusals(plan: Plan) -> Iterator[str]:
                     f"--fp8 {recipe} works on blocks of {block}, but the {name} is {width}; use a "
                     "smaller --tp or another recipe"
                 )
+    if not plan.environment.te:
+        for dest in ("moe_grouped_gemm", "moe_permute_fusion", "apply_rope_fusion"):
+            if plan.given(dest) and values[dest]:
+                yield f"{flag_name(dest)} needs Transformer Engine, which this run does without"
     if recipe and not plan.environment.te and device != "cpu":
         yield f"--fp8 {recipe} needs Transformer Engine, which this run does without; train in bf16"
     if values["bf16"] and capability and capability < (8, 0):
@@ -438,11 +442,13 @@ def device_memory(plan: Plan) -> int | None:
 # --- check ------------------------------------------------------------------------------------
 
 
-def check(plan: Plan) -> Report:
+def check(plan: Plan, *, trust_memory: bool = True) -> Report:
     """Everything that can be said before the first GPU second.
 
     Args:
         plan: A resolved plan.
+        trust_memory: Refuse what the estimate says does not fit; False: warn only, for a run that
+            will find out.
 
     Returns:
         The report; its refusals are complete as far as one does not hide another.
@@ -484,7 +490,9 @@ def check(plan: Plan) -> Report:
         stages, sent = [], None
     worst = max(stages, key=lambda m: m.total, default=None)
     if worst and limit:
-        refusals += _too_large(plan, worst, limit) if worst.total > limit else []
+        large = _too_large(plan, worst, limit) if worst.total > limit else []
+        refusals += large if trust_memory else []
+        warnings += [] if trust_memory else [f"estimated: {text}" for text in large]
         if TIGHT * limit < worst.total <= limit:
             warnings.append(
                 f"memory is tight: {human_bytes(worst.total)} of {human_bytes(limit)} estimated"

@@ -69,6 +69,7 @@ def set_up(argv: Sequence[str]) -> Plan:
     from megatron_patch.patches import registry
     from megatron_patch.platform import cpu, detect, torch_backend
     from megatron_patch.training import args as arguments
+    from megatron_patch.training.parallel import check
 
     problems = [str(p) for p in info.diagnose() if p.fatal]
     if problems:
@@ -84,6 +85,10 @@ def set_up(argv: Sequence[str]) -> Plan:
         environment=here if device == "cuda" else None,
         multicast=_multicast if device == "cuda" else None,
     )
+    report = check(plan, trust_memory=False)
+    if not report.ok:
+        raise UserError("\nerror: ".join(report.refusals))
+    plan.notes.extend(report.warnings)
     if device == "cpu":
         cpu.enable()
     if device == "cpu" or not plan.environment.te:
@@ -140,9 +145,15 @@ def _enums(parser: Any, overlay: dict[str, Any]) -> dict[str, Any]:
 
 def train(recipe: Recipe, argv: Sequence[str]) -> int:
     """Run a recipe; the return value is the exit status."""
+    from megatron_patch.training import args as arguments
+    from megatron_patch.training import parallel
+
     _single_process()
     started = time.time()
     try:
+        if {"dry_run", "json"} & set(arguments.parse(argv)):
+            # The launcher prints the command line too; without it the plan is what there is.
+            return parallel.main(list(argv)) if rank_and_world()[0] == 0 else 0
         plan = set_up(argv)
         _run(recipe, plan, started)
     except UserError as error:
@@ -192,8 +203,37 @@ def _prepare(output: Path, plan: Plan) -> None:
 
     for name in ("checkpoints", "logs", "tensorboard"):
         (output / name).mkdir(parents=True, exist_ok=True)
+    for line in _changes(output / "resolved_args.json", plan):
+        print(f"> {line}", flush=True)
     atomic_write(output / "resolved_args.json", metrics.to_json(plan.as_dict()))
     atomic_write(output / "env.json", metrics.to_json(info.gather()))
+
+
+def _changes(previous: Path, plan: Plan) -> list[str]:
+    """What the command line changes in a run that has been started before."""
+    import json
+
+    from megatron_patch.training.args import flag_name
+
+    try:
+        before = json.loads(previous.read_text())
+    except (OSError, ValueError):
+        return []
+    lines = []
+    if before.get("run") and plan.run and before["run"]["iters"] != plan.run.iters:
+        word = "extended" if plan.run.iters > before["run"]["iters"] else "shortened"
+        lines.append(
+            f"the run is {word} from {before['run']['iters']} to {plan.run.iters} steps; its "
+            "learning rate follows the schedule of the new length from the next step on"
+        )
+    for dest in ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "global_batch_size",
+                 "seq_length", "weight_decay", "clip_grad", "seed"):  # fmt: skip
+        old, new = before.get("values", {}).get(dest), plan.values[dest]
+        if dest in before.get("values", {}) and old != new and not (
+            dest == "lr_warmup_iters" and not plan.given(dest)
+        ):
+            lines.append(f"changed since the last start: {flag_name(dest)} {old} -> {new}")
+    return lines
 
 
 def _finish(output: Path) -> None:
