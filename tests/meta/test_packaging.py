@@ -30,6 +30,8 @@ DISTRIBUTIONS = {
 }
 #: Dependencies that no line of ours imports, and who does.
 FOR_OTHERS = {
+    "einops": "megatron.core: latent attention, Megatron-FSDP; undeclared there",
+    "psutil": "megatron.core.dist_checkpointing, for every save; undeclared there",
     "transformers": "megatron.core's tokenizers, and whoever loads an export",
     "safetensors": "transformers; the format of the weights that are converted",
     "sentencepiece": "transformers and megatron.core, for *.model tokenizers",
