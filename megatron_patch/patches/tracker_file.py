@@ -6,10 +6,8 @@ prints "Exiting", trains nothing and tells its scheduler that all went well.
 
 from __future__ import annotations
 
-import functools
 import io
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,6 @@ from megatron_patch.patches.registry import Patch
 from megatron_patch.util import UserError, atomic_write
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_CHECKPOINTING = "megatron.training.checkpointing"
-_UPSTREAM = "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/checkpointing.py"
 
 
 class _AtomicText(io.StringIO):
@@ -35,7 +31,7 @@ class _AtomicText(io.StringIO):
 
 
 class TrackerSafeStorage:
-    """Upstream's storage switch; only the tracker file on a local disk is replaced in one go."""
+    """Upstream's storage switch; the tracker file on a local disk is whole, or an error."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -44,55 +40,50 @@ class TrackerSafeStorage:
         return getattr(self._storage, name)
 
     def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Like the builtin; the tracker file opened for writing is written by rename."""
+        """Like the builtin; the tracker file is written by rename and checked when it is read.
+
+        Raises:
+            UserError: The tracker file to read names no iteration.
+        """
         from megatron.core.msc_utils import MultiStorageClientFeature
 
         local = not MultiStorageClientFeature.is_enabled()  # an object store's put is whole already
-        if local and mode == "w" and Path(path).name == TRACKER:
+        tracker = local and Path(path).name == TRACKER
+        if tracker and mode == "w":
             return _AtomicText(path)
-        return self._storage.open(path, mode, *args, **kwargs)
+        handle = self._storage.open(path, mode, *args, **kwargs)
+        if tracker and mode == "r":
+            with handle:
+                text = handle.read()
+            _check(text.strip(), Path(path))
+            return io.StringIO(text)
+        return handle
 
 
-def fail_on_bad_tracker(read_metadata: Callable[[str], Any]) -> Callable[[str], Any]:
-    """An unreadable tracker file is an error with a remedy, not an exit with status 0."""
-
-    @functools.wraps(read_metadata)
-    def wrapper(tracker_filename: str) -> Any:
-        try:
-            return read_metadata(tracker_filename)
-        except SystemExit as stop:
-            folder = Path(tracker_filename).parent
-            found = sorted(entry.name for entry in folder.glob("iter_*")) or ["no checkpoint"]
-            raise UserError(
-                f"{tracker_filename} names no iteration (it was cut off while being written); the "
-                f"folder holds {', '.join(found[-3:])}: write the number of the last whole one "
-                "into it, or delete the file to start anew"
-            ) from stop
-
-    return wrapper
+def _check(text: str, path: Path) -> None:
+    """Refuse what upstream answers with "Exiting" and status 0."""
+    if text.isdecimal() or text == "release":
+        return
+    found = sorted(entry.name for entry in path.parent.glob("iter_*")) or ["no checkpoint"]
+    raise UserError(
+        f"{path} names no iteration (it was cut off while being written); the folder holds "
+        f"{', '.join(found[-3:])}: write the number of the last whole one into it, or delete the "
+        "file to start anew"
+    )
 
 
 PATCHES = (
     Patch(
-        name="tracker-write",
-        target=f"{_CHECKPOINTING}.maybe_msc",
+        name="tracker-file",
+        target="megatron.training.checkpointing.maybe_msc",
         mode="wrap",
         func="megatron_patch.patches.tracker_file:TrackerSafeStorage",
-        evidence=f"{_CHECKPOINTING}.save_checkpoint",
+        evidence="megatron.training.checkpointing.save_checkpoint",
         fingerprint=("9952b9a7d2e60716",),
-        why="the tracker file is opened for writing and then written: a job killed in between "
-        "leaves it empty",
-        upstream=_UPSTREAM,
-        remove_when="save_checkpoint writes the tracker by rename",
-    ),
-    Patch(
-        name="tracker-read",
-        target=f"{_CHECKPOINTING}.read_metadata",
-        mode="wrap",
-        func="megatron_patch.patches.tracker_file:fail_on_bad_tracker",
-        fingerprint=("b66724d72b296c58",),
-        why="an empty or damaged tracker file ends the run with exit status 0 before any training",
-        upstream=_UPSTREAM,
-        remove_when="read_metadata raises in place of calling sys.exit()",
+        why="the tracker file is emptied and then written: a job killed in between leaves it "
+        "empty, and the next one ends with exit status 0 before any training",
+        upstream="https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/checkpointing.py",
+        remove_when="save_checkpoint writes the tracker by rename, and read_metadata raises in "
+        "place of calling sys.exit()",
     ),
 )

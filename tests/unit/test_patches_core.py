@@ -263,7 +263,7 @@ def test_tracker_file_is_never_seen_half_written(patched, tmp_path):
     with checkpointing.maybe_msc.open(tracker, "w") as handle:
         assert tracker.read_text() == ""  # the defect
         handle.write("20")
-    patched("tracker-write")
+    patched("tracker-file")
     with checkpointing.maybe_msc.open(str(tracker), "w") as handle:
         assert tracker.read_text() == "20"
         handle.write("30")
@@ -274,7 +274,7 @@ def test_tracker_file_is_never_seen_half_written(patched, tmp_path):
     assert tracker.read_text() == "30"
     assert [p.name for p in tmp_path.iterdir()] == [tracker.name]
     with checkpointing.maybe_msc.open(tracker, "r") as handle:
-        assert handle.read() == "30"
+        assert int(handle.read().strip()) == 30
     other = tmp_path / "progress.txt"
     with checkpointing.maybe_msc.open(other, "w") as handle:
         handle.write("x")
@@ -292,7 +292,7 @@ def test_empty_tracker_is_an_error_with_a_remedy(patched, tmp_path):
     with pytest.raises(SystemExit) as stop:
         checkpointing.read_metadata(str(tracker))
     assert not stop.value.code  # the defect: status 0
-    patched("tracker-read")
+    patched("tracker-file")
     with pytest.raises(UserError, match=r"iter_0000100, iter_0000200.*write the number"):
         checkpointing.read_metadata(str(tracker))
 
@@ -302,8 +302,8 @@ def test_good_tracker_still_reads(one_rank, patched, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    patched("tracker-read")
-    tracker.write_text("200")
+    patched("tracker-file")
+    tracker.write_text("200\n")
     assert checkpointing.read_metadata(str(tracker)) == (200, False)
     tracker.write_text("release")
     assert checkpointing.read_metadata(str(tracker)) == (0, True)
