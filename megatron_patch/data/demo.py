@@ -39,7 +39,7 @@ VOCAB_SIZE = 4096
 SEQ_LENGTH = 256
 GLOBAL_BATCH_SIZE = 8
 #: Optimizer steps of one call, about two minutes on two cores.
-STEPS = 320
+STEPS = 400
 #: Train, validation and test share of the documents.
 SPLIT = "95,5,0"
 #: Bytes of text taken at most and needed at least.
@@ -331,11 +331,11 @@ def train_flags(folder: Path, ranks: int = 1, steps: int = STEPS) -> list[str]:
         *("--micro-batch-size", str(micro_batch_size)),
         *("--global-batch-size", str(micro_batch_size * ranks)),
         *("--lr", "1e-3"),
-        *("--min-lr", "2e-4"),
+        *("--min-lr", "1e-4"),
         *("--lr-decay-style", "cosine"),
         *("--warmup-steps", str(min(20, steps // 4))),
         *("--save-interval", "80"),
-        *("--eval-interval", "160"),
+        *("--eval-interval", "200"),
         *("--eval-iters", "4"),
         *("--log-interval", "1"),
     ]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from megatron_patch.data import demo
+
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3 = "qwen3/run_mcore_qwen.sh"
 MPI = "llama3/mpi_run_pretrain_llama3.sh"
@@ -221,7 +223,7 @@ def test_demo_dry_run_on_one_node_of_a_cluster(place: Any) -> None:
     environ = TWO_NODES["dlc"](0) | {"WORLD_SIZE": "1", "KUBERNETES_CONTAINER_RESOURCE_GPU": "8"}
     done = place.run(QWEN3, "--dry-run", **environ)
     assert "1 node x 1 GPU rank = 1" in world(done)
-    assert "320 steps from scratch" in done.stdout
+    assert f"{demo.STEPS} steps from scratch" in done.stdout
     assert list(place.cwd.iterdir()) == []
 
 
