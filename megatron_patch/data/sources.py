@@ -586,12 +586,14 @@ def _json(records: Sequence[bytes | str], reading: Reading, batch: Batch) -> Non
             record = _slow_json(raw, number, batch)
             if record is None:
                 continue
-        if only is not None and type(record) is dict:
-            value = record.get(only)
-            if type(value) is str:
-                first.append(value)
-                numbers.append(number)
-                continue
+        else:
+            # orjson lets no lone surrogate through, so its strings need no closer look.
+            if only is not None and type(record) is dict:
+                value = record.get(only)
+                if type(value) is str:
+                    first.append(value)
+                    numbers.append(number)
+                    continue
         reason = _take(record, reading, batch)
         if reason:
             batch.bad.append((number, reason))

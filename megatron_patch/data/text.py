@@ -343,6 +343,8 @@ class Pool:
                 if kind == "written":
                     member.tasks.discard(number)
                     continue
+                if number not in issued:  # its place was given already: writing failed
+                    raise UserError(f"writing {self.writers[0].prefix}.bin failed: {content[1]}.")
                 ready[number] = (member, content)
                 stopping = stopping or kind == "failed"
             while place in ready:
