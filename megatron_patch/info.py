@@ -8,6 +8,7 @@ part that entry points call before they import Megatron, which a broken Transfor
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -320,18 +321,32 @@ def te_problem(*, use_cache: bool = True) -> Problem | None:
     return None
 
 
-def diagnose() -> list[Problem]:
+def diagnose(*, import_here: bool = False) -> list[Problem]:
     """What would kill or spoil ``import megatron.core``; empty if nothing is known to.
 
-    Cheap enough for every start: versions are read from package metadata, and Transformer Engine,
-    where installed, is imported in a child process once per installation (by a node's first rank).
+    Args:
+        import_here: Import Transformer Engine in this process, which a training rank does anyway,
+            in place of a child process (once per installation, by a node's first rank).
     """
     problems = _version_problems()
-    if not problems and os.environ.get("LOCAL_RANK", "0") == "0":
-        broken = te_problem()
-        if broken:
-            problems.append(broken)
-    return problems
+    if problems:
+        return problems
+    if import_here:
+        broken = te_problem_here()
+    else:
+        broken = te_problem() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    return [broken] if broken else []
+
+
+def te_problem_here() -> Problem | None:
+    """Import Transformer Engine, if it is installed, in this process and explain a failure."""
+    if find_spec("transformer_engine") is None:
+        return None
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # a broken binary raises OSError, RuntimeError, AttributeError, ...
+        return explain_te(str(error), _te_versions(), _compat.torch_cuda_version())
+    return None
 
 
 def _version_problems() -> list[Problem]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def set_up(argv: Sequence[str]) -> Plan:
     from megatron_patch.training import args as arguments
     from megatron_patch.training.parallel import check
 
-    problems = [str(p) for p in info.diagnose() if p.fatal]
+    problems = [str(p) for p in info.diagnose(import_here=True) if p.fatal]
     if problems:
         raise UserError("; ".join(problems))
     asked = arguments.parse(argv).get("device")
@@ -206,7 +207,12 @@ def _prepare(output: Path, plan: Plan) -> None:
     for line in _changes(output / "resolved_args.json", plan):
         print(f"> {line}", flush=True)
     atomic_write(output / "resolved_args.json", metrics.to_json(plan.as_dict()))
-    atomic_write(output / "env.json", metrics.to_json(info.gather()))
+    # Asks nvidia-smi and imports packages in child processes: seconds that training need not wait.
+    threading.Thread(
+        target=lambda: atomic_write(output / "env.json", metrics.to_json(info.gather())),
+        name="env.json",
+        daemon=True,
+    ).start()
 
 
 def _changes(previous: Path, plan: Plan) -> list[str]:
@@ -239,6 +245,9 @@ def _changes(previous: Path, plan: Plan) -> list[str]:
 def _finish(output: Path) -> None:
     from megatron_patch.training import metrics
 
+    for thread in threading.enumerate():
+        if thread.name == "env.json":
+            thread.join(60)
     records = metrics.read(output)
     print(f"> {metrics.summary(records)}", flush=True)
     picture = output / "loss.png"
