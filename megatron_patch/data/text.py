@@ -511,7 +511,7 @@ class Job:
         reading: How records are read.
         append_eod: Put the tokenizer's EOD after each document.
         workers: Processes; None takes one per usable core.
-        engine: ``auto``, ``gigatoken`` or ``reference``.
+        engine: ``auto``, ``gigatoken``, ``pieces`` or ``reference``.
         skip_bad: Count unusable records instead of ending the run.
         overwrite: Replace existing files.
         padded_vocab_size: Rows of the model's embedding, if larger than the vocabulary.
@@ -642,10 +642,13 @@ def choose_engine(
     """
     if engine == "reference":
         return tokenizer, None
-    chosen, proof = tokenizers.accelerate(tokenizer, sample())
+    texts = sample()
+    if engine == "pieces":
+        return tokenizers.remember_pieces(tokenizer, texts), None
+    chosen, proof = tokenizers.accelerate(tokenizer, texts)
     if engine == "gigatoken" and not proof.equal:
         raise UserError(f"--engine gigatoken: {proof.reason}. Use --engine auto.")
-    return chosen, proof
+    return (chosen if proof.equal else tokenizers.remember_pieces(tokenizer, texts)), proof
 
 
 def _announce(
@@ -937,9 +940,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--workers", type=_positive, metavar="N", help="processes (default: one per usable core)"
     )
     group.add_argument(
-        "--engine", choices=("auto", "gigatoken", "reference"), default="auto",
+        "--engine", choices=("auto", "gigatoken", "pieces", "reference"), default="auto",
         help="auto: gigatoken where its ids are proven equal on this corpus' sample and on hard "
-        "cases, else the library that defines them",
+        "cases, else the library that defines them, remembering pieces of text where that is "
+        "proven in the same way (pieces), else that library alone (reference)",
     )  # fmt: skip
     group.add_argument("--num-shards", type=_positive, default=1, metavar="N", help="many nodes")
     group.add_argument("--shard-index", type=int, default=None, metavar="I", help="0 to N-1")

@@ -82,7 +82,7 @@ def upstream(prefix: Path, model: Path, values: list, *, eod: bool, key: str = "
 # --------------------------------------------------------------------------------- the same bytes
 
 
-@pytest.mark.parametrize("engine", ["auto", "reference"])
+@pytest.mark.parametrize("engine", ["auto", "pieces", "reference"])
 @pytest.mark.parametrize("eod", [True, False])
 @pytest.mark.parametrize("model", ["qwen", "llama3"])
 def test_bytes_are_upstreams(model: str, eod: bool, engine: str, tmp_path: Path, request):

@@ -377,3 +377,63 @@ def test_eod_token_can_be_chosen(made):
 def test_adversarial_strings_are_the_same_everywhere_and_encodable():
     assert adversarial(["<|x|>"]) == adversarial(["<|x|>"])
     assert len("".join(adversarial()).encode()) > 40_000
+
+
+# -------------------------------------------------------------------------------- remembered pieces
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama3", "configured", "kimi"])
+def test_remembered_pieces_change_no_id(name: str, made):
+    tokenizer = load(TokenizerRequest("HuggingFaceTokenizer", str(made(name))))
+    fast = tokenizers.remember_pieces(tokenizer, [])
+    assert isinstance(fast.engine, tokenizers.PieceEngine)
+    for seed in range(4):
+        texts = [*adversarial(tokenizer.special_texts, seed=seed), *fixtures.corpus(200)]
+        texts += [a + b for a, b in zip(texts, texts[::-1], strict=True)]
+        for _ in range(2):  # the second time from memory
+            for got, want in zip(
+                fast.engine.encode_many(texts), tokenizer.reference.encode_many(texts), strict=True
+            ):
+                assert got.tolist() == want.tolist()
+
+
+def test_pieces_are_the_text():
+    for text in [*adversarial(["<|x|>"]), *fixtures.corpus(200)]:
+        assert "".join(tokenizers._PIECE.findall(text)) == text
+
+
+def test_memory_of_pieces_is_bounded(made, monkeypatch):
+    monkeypatch.setattr(tokenizers, "_MOST_PIECES", 100)
+    tokenizer = load(TokenizerRequest("HuggingFaceTokenizer", str(made("qwen"))))
+    engine = tokenizers.PieceEngine(tokenizer.reference, tokenizer.special_texts)
+    for number in range(300):
+        engine.encode_many([f"word{number} other {'x' * 100}"])
+    assert len(engine._known) < 120
+    assert all(len(piece) <= 64 for piece in engine._known)
+
+
+def test_text_that_may_not_be_cut_is_not(tmp_path: Path, made):
+    from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+
+    assert load(TokenizerRequest("LlamaTokenizer", str(made("metaspace")))).remember is None
+    assert load(TokenizerRequest("LlamaTokenizer", str(made("sentencepiece")))).remember is None
+    tokenizer = Tokenizer.from_file(str(made("qwen") / "tokenizer.json"))
+    assert tokenizers._remember(tokenizer) is not None
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def splits(*regexes: str):
+        steps = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in regexes]
+        return pre_tokenizers.Sequence([*steps, level])
+
+    for refused in (
+        level,
+        splits(r"\p{N}{1,3}"),  # words and the space between them stay together
+        splits(fixtures.QWEN, r"[^x]+x"),
+        splits(r"\S+\s*"),
+        pre_tokenizers.ByteLevel(add_prefix_space=True),
+    ):
+        tokenizer.pre_tokenizer = refused
+        assert tokenizers._remember(tokenizer) is None, refused
+    tokenizer.pre_tokenizer = splits(fixtures.QWEN)
+    tokenizer.normalizer = normalizers.Lowercase()
+    assert tokenizers._remember(tokenizer) is None
