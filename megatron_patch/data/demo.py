@@ -34,7 +34,7 @@ from megatron_patch import _compat
 from megatron_patch.util import UserError
 
 #: Raise when the content of a prepared directory changes: older ones are then made anew.
-FORMAT = 1
+FORMAT = 2
 VOCAB_SIZE = 4096
 SEQ_LENGTH = 256
 GLOBAL_BATCH_SIZE = 8
@@ -155,7 +155,7 @@ def model_config() -> dict[str, object]:
         "model_type": "qwen3",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 256,
-        "intermediate_size": 768,
+        "intermediate_size": 512,
         "num_hidden_layers": 6,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -263,6 +263,11 @@ def run_demo(
     steps = given.get("train_iters") or demo.STEPS
     plan = demo.schedule(demo.saved_step(folder), steps)
     inputs = folder / "input"
+    if plan.start and demo.read_prepared(inputs) is None:
+        raise UserError(
+            f"{folder} holds a checkpoint of step {plan.start}, but its text and tokenizer in "
+            f"{inputs} are gone or of another version; use another --output-dir, or remove {folder}"
+        )
 
     final = ["--train-iters", str(plan.end)]
     if plan.start:

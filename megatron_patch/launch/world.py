@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -426,13 +427,16 @@ def _mpi(read: _Environ, options: Options, machine: Machine) -> World:
                 f"MPI rank {process} has local rank {rank[1]} among {local_size} on its node: "
                 "ranks must be numbered node by node (mpirun --map-by slot, or --map-by ppr:N:node)"
             )
+    # Every process of a job knows its name; two jobs on one machine get two ports.
+    job = read.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    port = 20000 + zlib.crc32(job.encode()) % 10000 if job else 0
     return World(
         "mpi",
         size // local_size,
         process // local_size,
         ranks_per_node,
         read.text("MASTER_ADDR") or "",
-        read.number("MASTER_PORT") or 0,
+        read.number("MASTER_PORT") or port,
         "",
         rank=rank,
     )

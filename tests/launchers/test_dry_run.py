@@ -227,6 +227,13 @@ def test_demo_dry_run_on_one_node_of_a_cluster(place: Any) -> None:
     assert list(place.cwd.iterdir()) == []
 
 
+def test_demo_whose_text_is_gone_is_not_mixed_with_its_checkpoint(place: Any) -> None:
+    checkpoints = place.cwd / demo.DEFAULT_OUTPUT / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("80")
+    assert "checkpoint of step 80" in refused(place.run(QWEN3))
+
+
 def test_demo_with_a_model(place: Any) -> None:
     assert "--demo" in refused(place.run(QWEN3, "--demo", "--hf-model", str(place.model)))
 

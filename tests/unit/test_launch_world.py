@@ -164,6 +164,14 @@ def test_mpi_one_process_per_rank() -> None:
         world(mpi(11, 16, 3, 8), ranks_per_node=4)
 
 
+def test_mpi_jobs_on_one_machine_get_their_own_port() -> None:
+    first, second = ({"PMIX_NAMESPACE": name} for name in ("job-1", "job-2"))
+    ports = [world(mpi(k, 2, k, 2) | first).master_port for k in (0, 1)]
+    assert ports[0] == ports[1] and 20000 <= ports[0] < 30000
+    assert world(mpi(0, 2, 0, 2) | second).master_port != ports[0]
+    assert world(mpi(0, 2, 0, 2) | first | {"MASTER_PORT": "7"}).master_port == 7
+
+
 def test_mpi_ranks_must_be_numbered_node_by_node() -> None:
     with pytest.raises(UserError, match="node by node"):
         world(mpi(1, 16, 0, 8))
