@@ -90,7 +90,7 @@ def main() -> int:
     common = [
         *("--hf-model", options.hf_model, "--data-path", data),
         *("--seq-length", options.seq_length, "--micro-batch-size", options.micro_batch_size),
-        *("--global-batch-size", options.global_batch_size, "--lr", "1e-4", "--warmup-steps", "2"),
+        *("--global-batch-size", options.global_batch_size, "--lr", "1e-5", "--warmup-steps", "2"),
         *("--seed", "1"),
         *more,
     ]
