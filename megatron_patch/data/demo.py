@@ -39,7 +39,7 @@ VOCAB_SIZE = 4096
 SEQ_LENGTH = 256
 GLOBAL_BATCH_SIZE = 8
 #: Optimizer steps of one call, about two minutes on two cores.
-STEPS = 400
+STEPS = 320
 #: Train, validation and test share of the documents.
 SPLIT = "95,5,0"
 #: Bytes of text taken at most and needed at least.
@@ -335,7 +335,7 @@ def train_flags(folder: Path, ranks: int = 1, steps: int = STEPS) -> list[str]:
         *("--lr-decay-style", "cosine"),
         *("--warmup-steps", str(min(20, steps // 4))),
         *("--save-interval", "80"),
-        *("--eval-interval", "200"),
+        *("--eval-interval", "160"),
         *("--eval-iters", "4"),
         *("--log-interval", "1"),
     ]
