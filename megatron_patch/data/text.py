@@ -741,7 +741,8 @@ def _report(
     if job.shards > 1:
         print(
             f"\nshard {job.shard} of {job.shards} is done. When all are, put them together with\n"
-            f"  preprocess_data.py --merge --num-shards {job.shards} --output-path {job.output}"
+            f"  preprocess_data.py --merge --num-shards {job.shards} --output-path "
+            f"{output_prefix(job.output, job.inputs)}"
             + (
                 f" --json-keys {' '.join(job.reading.keys)}"
                 if job.reading.keys != ("text",)
@@ -760,6 +761,11 @@ def merge(job: Job) -> list[idxmap.Index]:
     Raises:
         UserError: A shard is missing, or the parts do not fit together.
     """
+    if not job.inputs and os.path.isdir(os.path.expanduser(job.output)):
+        raise UserError(
+            f"--output-path {job.output} is a folder; give the shards' prefix in it, without "
+            "_shard-..."
+        )
     prefix = output_prefix(job.output, job.inputs)
     indexes = []
     for key in job.reading.keys:

@@ -887,6 +887,11 @@ def _finish_tiktoken(
         raise UserError(f"{file} with pattern {pattern.regex!r} is refused: {error}.") from error
     reference = TiktokenEngine(encoding, prepare)
 
+    def remember(engine: Engine, added: Sequence[str]) -> Engine:
+        # Kimi counts the characters of a run from its start: pieces would begin to count anew.
+        longest = _KIMI_RUN if isinstance(prepare, KimiPieces) else None
+        return PieceEngine(engine, added, longest=longest)
+
     def token(text: str | None) -> Token | None:
         return Token(specials[text], text) if text is not None and text in specials else None
 
@@ -901,7 +906,7 @@ def _finish_tiktoken(
         engine=reference,
         special_texts=tuple(specials),
         fast=(lambda: _gigatoken_from_ranks(file, pattern, specials, prepare)) if fast else None,
-        remember=PieceEngine if pattern.regex in _PIECEWISE and prepare is not None else None,
+        remember=remember if pattern.regex in _PIECEWISE else None,
     )
 
 
@@ -924,17 +929,21 @@ class PieceEngine:
     Args:
         reference: The engine that defines the ids.
         added: Texts of the added tokens.
+        longest: A text of more characters is not cut, or None.
     """
 
-    def __init__(self, reference: Engine, added: Sequence[str]) -> None:
+    def __init__(
+        self, reference: Engine, added: Sequence[str], *, longest: int | None = None
+    ) -> None:
         self.name = f"{reference.name} with remembered pieces"
         self.reference = reference
         self._heads = sorted({text[:2] for text in added if text})
+        self._longest = longest
         self._known: dict[str, bytes] = {}
 
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text."""
-        cut = [None if self._has_added(text) else _PIECE.findall(text) for text in texts]
+        cut = [_PIECE.findall(text) if self._may_cut(text) else None for text in texts]
         if len(self._known) > _MOST_PIECES:
             self._known.clear()
         known = self._known
@@ -960,8 +969,10 @@ class PieceEngine:
                 del known[piece]
         return result
 
-    def _has_added(self, text: str) -> bool:
-        return any(head in text for head in self._heads)
+    def _may_cut(self, text: str) -> bool:
+        if self._longest is not None and len(text) > self._longest:
+            return False
+        return not any(head in text for head in self._heads)
 
 
 _PIECEWISE = frozenset(

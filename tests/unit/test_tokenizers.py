@@ -265,24 +265,28 @@ def test_kimi_without_remote_code(kind: str, made):
         assert full_ids(ours, text) == kimi_reference(folder, text), text
 
 
-@pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
+@pytest.mark.parametrize("engine", ["tiktoken", "gigatoken", "pieces"])
 @pytest.mark.parametrize(
     "text",
     [
         "x" * 25_000 + " end",
+        "x-" * 25_000 + " end",
         "x" * 25_001 + " end",
         "ab" * 40_000 + " " * 60_000 + "y",
         "\n" * 25_003 + "word " * 10,
         "word and 中文 more " * 30_000,
         "a" * 399_999 + "bcd e",
     ],
-    ids=["run", "run+1", "runs", "newlines", "pieces", "piece-and-run"],
+    ids=["run", "broken-run", "run+1", "runs", "newlines", "pieces", "piece-and-run"],
 )
 def test_kimi_cuts_long_text_where_its_code_does(engine: str, text: str, made):
     tokenizer = load(TokenizerRequest("TikTokenizer", str(made("kimi"))))
     if engine == "gigatoken":
         tokenizer, proof = tokenizers.accelerate(tokenizer, [])
         assert proof.equal, proof.reason
+    elif engine == "pieces":
+        tokenizer = tokenizers.remember_pieces(tokenizer, [])
+        assert isinstance(tokenizer.engine, tokenizers.PieceEngine)
     assert full_ids(tokenizer, text) == kimi_reference(made("kimi"), text)
 
 

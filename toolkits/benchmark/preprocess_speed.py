@@ -20,6 +20,7 @@ import argparse
 import filecmp
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -140,10 +141,20 @@ def measure(line: list[str], env: dict[str, str]) -> tuple[float, float, int]:
     """Seconds of wall time, seconds of CPU time of all processes, peak bytes."""
     before = os.times()
     start = time.perf_counter()
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+    process = subprocess.Popen(
+        line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+    )
     memory = Memory(process.pid)
     memory.start()
-    output, _ = process.communicate()
+    try:
+        output, _ = process.communicate()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # its workers, too
+        raise
     wall = time.perf_counter() - start
     after = os.times()
     if process.returncode:
@@ -176,6 +187,7 @@ def main() -> int:
     args = parser.parse_args()
     if {"classic", "fast"} & set(args.peers) and not args.megatron_lm:
         parser.error("--megatron-lm is needed for classic and fast")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     args.work_dir.mkdir(parents=True, exist_ok=True)
     corpus = args.work_dir / f"corpus-{args.size}.jsonl"
     make_corpus(corpus, args.size)
