@@ -32,9 +32,7 @@ def _part(key: str) -> str:
     return pieces[0]
 
 
-def expected_of_checkpoint(
-    checkpoint: Mapping[Any, Any], asked: set[str]
-) -> dict[Any, Any]:
+def expected_of_checkpoint(checkpoint: Mapping[Any, Any], asked: set[str]) -> dict[Any, Any]:
     """The checkpoint's entries that a load has to ask for.
 
     Args:
@@ -119,9 +117,7 @@ PATCHES = (
     Patch(
         name="strict-load",
         target="megatron.core.dist_checkpointing.validation.validate_integrity_and_strict_load",
-        also=(
-            "megatron.core.dist_checkpointing.serialization.validate_integrity_and_strict_load",
-        ),
+        also=("megatron.core.dist_checkpointing.serialization.validate_integrity_and_strict_load",),
         mode="wrap",
         func="megatron_patch.patches.strict_load:weights_both_ways",
         fingerprint=("d1bc737693130e55",),

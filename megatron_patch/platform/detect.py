@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_patch import _compat
 from megatron_patch.util import UserError
 
 
@@ -68,8 +69,9 @@ def choose(device: str | None = None) -> str:
     evidence, asked = nvidia_device(), asked_for_gpu(device)
     if evidence is None and asked is None:
         return "cpu"
-    if torch.version.cuda is None:
-        reason = f"torch {torch.__version__} is built without CUDA: install a CUDA build"
+    if _compat.torch_cuda_version() is None:
+        version = _compat.installed_version("torch")
+        reason = f"torch {version} is built without CUDA: install a CUDA build"
     else:
         try:
             torch.cuda.init()

@@ -1,8 +1,9 @@
 """Use this library's modules where Megatron-Core would use Transformer Engine's.
 
-For CPU ranks, for GPUs without Transformer Engine, and on request (`--backend torch`). Megatron-Core
-picks its backend by class name inside the functions that build layer specs; these records change
-what those names mean. The checkpoint keys stay Transformer Engine's, see `ops/backend.py`.
+For CPU ranks, for GPUs without Transformer Engine, and on request (`--backend torch`).
+Megatron-Core picks its backend by class name inside the functions that build layer specs; these
+records change what those names mean. The checkpoint keys stay Transformer Engine's, see
+`ops/backend.py`.
 """
 
 from __future__ import annotations

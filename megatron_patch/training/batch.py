@@ -41,8 +41,8 @@ def get_batch(
         A dict with the names in `KEYS`.
     """
     from megatron.core import mpu
-    from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
     from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+    from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
     from megatron.training import get_args
 
     if not needs_batch(config, vp_stage):

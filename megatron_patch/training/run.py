@@ -235,8 +235,10 @@ def _changes(previous: Path, plan: Plan) -> list[str]:
     for dest in ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "global_batch_size",
                  "seq_length", "weight_decay", "clip_grad", "seed"):  # fmt: skip
         old, new = before.get("values", {}).get(dest), plan.values[dest]
-        if dest in before.get("values", {}) and old != new and not (
-            dest == "lr_warmup_iters" and not plan.given(dest)
+        if (
+            dest in before.get("values", {})
+            and old != new
+            and not (dest == "lr_warmup_iters" and not plan.given(dest))
         ):
             lines.append(f"changed since the last start: {flag_name(dest)} {old} -> {new}")
     return lines

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train one model from one checkpoint at several parallel layouts and compare what comes out.
 
-Every layout runs the same steps on the same tokens by the ordinary entry point. The table shows, for
-each, the largest difference of its losses from the reference's (the first layout), tokens/s, model
-TFLOP/s a GPU and peak memory.
+Every layout runs the same steps on the same tokens by the ordinary entry point. The table shows,
+for each, the largest difference of its losses from the reference's (the first layout), tokens/s and
+peak memory.
 
     python toolkits/benchmark/layouts.py --hf-model DIR --output-dir OUT dp1:te dp1:torch tp2:te
 
@@ -100,8 +100,7 @@ def main() -> int:
         if not (first / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
             train(
                 1,
-                [*common, "--train-iters", "3", "--warmup-steps", "2", "--no-save-optim"]
-                + ["--output-dir", str(first)],
+                [*common, "--train-iters", "3", "--no-save-optim", "--output-dir", str(first)],
                 out / "start.log",
             )
         reference: list[float] = []
