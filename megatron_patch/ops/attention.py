@@ -145,7 +145,7 @@ class SDPACoreAttention(MegatronModule):
         super().__init__(config=config)
         if attention_type != "self":
             raise ValueError(
-                f"without Transformer Engine attention is self-attention only, not {attention_type!r}"
+                f"without Transformer Engine only self-attention works, not {attention_type!r}"
             )
         if config.softmax_type != "vanilla":
             raise ValueError(
