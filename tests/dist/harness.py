@@ -41,7 +41,13 @@ class Result:
 class RankServer:
     """The warm parent, from the tests' side."""
 
-    def __init__(self) -> None:
+    def __init__(self, platform: str = "cpu") -> None:
+        """Start the parent.
+
+        Args:
+            platform: `cpu`, or `cuda`: then the parent imports Transformer Engine too, never
+                touches a device, and applies no patch; each job's entry point does.
+        """
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -50,7 +56,7 @@ class RankServer:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.harness"],
+            [sys.executable, "-m", "tests.dist.harness", platform],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -106,9 +112,7 @@ class RankServer:
                 for r, why in answer["bad"]
             ]
             raise RankFailure(f"{function} on {world_size} ranks\n" + "\n".join(tails))
-        values = [
-            json.loads((directory / f"rank{r}.json").read_text()) for r in range(world_size)
-        ]
+        values = [json.loads((directory / f"rank{r}.json").read_text()) for r in range(world_size)]
         return Result(values, logs)
 
     def close(self) -> None:
@@ -194,25 +198,41 @@ def _serve_one(job: dict[str, Any]) -> dict[str, Any]:
     return {"bad": bad}
 
 
-def serve() -> None:
-    """Import what ranks need, then answer jobs from standard input until it ends."""
-    import logging
-
-    logging.disable(logging.INFO)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever an import prints is not an answer
+def _warm_cpu() -> None:
     from megatron_patch.platform import cpu
 
     cpu.enable()
     import megatron.training.training  # noqa: F401
     import torch
 
-    from megatron_patch.platform import torch_backend
     from megatron_patch.patches import registry
+    from megatron_patch.platform import torch_backend
 
     torch_backend.enable()
     registry.apply()
     torch.set_num_threads(1)
+
+
+def _warm_cuda() -> None:
+    import contextlib
+
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    with contextlib.suppress(ImportError):
+        import transformer_engine.pytorch  # noqa: F401
+    import megatron.training.training  # noqa: F401
+    import torch
+
+    assert not torch.cuda.is_initialized(), "an import touched the GPU: ranks could not be forked"
+
+
+def serve(platform: str) -> None:
+    """Import what ranks need, then answer jobs from standard input until it ends."""
+    import logging
+
+    logging.disable(logging.INFO)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever an import prints is not an answer
+    _warm_cuda() if platform == "cuda" else _warm_cpu()
     import megatron_patch.training.run
     import megatron_patch.training.step  # noqa: F401
 
@@ -222,4 +242,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])
