@@ -541,7 +541,14 @@ def test_an_interrupted_run_leaves_no_half_file(number: int, tmp_path: Path, qwe
     command = [sys.executable, str(TOOL), "--input", str(source), "--output-path",
                str(tmp_path / "o"), "--hf-model", str(qwen), "--append-eod", "--workers", "2",
                "--engine", "reference"]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job inherits an ignored SIGINT, which Python would keep.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     partial = tmp_path / "o_text_document.bin.partial"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size):
