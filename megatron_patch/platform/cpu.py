@@ -9,7 +9,9 @@ replaced symbols is frozen in `PATCHES`; the same registry as for GPU patches ap
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import types
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Literal
@@ -93,8 +95,6 @@ def _cpu() -> Any:
 
 
 def _device_properties() -> Any:
-    import types
-
     # Megatron asks for the architecture to choose communication settings; 10 means "no special
     # demands on CUDA_DEVICE_MAX_CONNECTIONS".
     return types.SimpleNamespace(
@@ -122,9 +122,19 @@ def _tensor_type(original: Any) -> Callable[..., Any]:
     return tensor_type
 
 
-def _not_pinned(original: Any) -> Callable[..., Any]:
+def _own_generator(original: Any) -> Callable[..., Any]:
+    """Data loaders in ordinary memory that draw their workers' seed from a generator of their own.
+
+    A new iterator draws that seed even without workers. From the default generator, which is also
+    the "device's" here, the draw at a restart would shift every dropout mask that follows.
+    """
+
     def loader(*args: Any, **kwargs: Any) -> None:
+        import torch
+
         kwargs["pin_memory"] = False
+        if kwargs.get("generator") is None:
+            kwargs["generator"] = torch.Generator()
         original(*args, **kwargs)
 
     return loader
@@ -173,6 +183,19 @@ def _splits_on_cpu(original: Any) -> Callable[..., Any]:
     return move
 
 
+def _own(func: Any) -> Any:
+    """A function object of its own for every replaced symbol.
+
+    TorchDynamo keys its tracing rules by object and refuses two symbols of different rules
+    ("Duplicate torch object") that are one function.
+    """
+    if not isinstance(func, types.FunctionType):
+        return func
+    return types.FunctionType(
+        func.__code__, func.__globals__, func.__name__, func.__defaults__, func.__closure__
+    )
+
+
 def _patch(
     target: str,
     func: Any,
@@ -183,7 +206,7 @@ def _patch(
         name=f"cpu:{target}",
         target=target,
         mode=mode,
-        func=func,
+        func=_own(func) if mode == "replace" else func,
         also=also,
         group="cpu",
         why=_WHY,
@@ -227,7 +250,7 @@ PATCHES: tuple[Patch, ...] = (
     _patch("torch.nn.Module.cuda", _to_self),
     _patch("torch.Tensor.type", _tensor_type, mode="wrap"),
     _patch("torch.Tensor.record_stream", _NOTHING),
-    _patch("torch.utils.data.DataLoader.__init__", _not_pinned, mode="wrap"),
+    _patch("torch.utils.data.DataLoader.__init__", _own_generator, mode="wrap"),
     _patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", _rng_get),
     _patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", _rng_set),
     _patch("megatron.training.training.initialize_megatron", _allow_no_cuda, mode="wrap"),
@@ -239,6 +262,14 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 _mode: Any = None
+
+
+def _one_generator(record: logging.LogRecord) -> bool:
+    """Drop the complaint of every dropout: the CPU's generator is the device's here."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+_RNG_LOGGER = "megatron.core.tensor_parallel.random"
 
 
 def _device_mode() -> Any:
@@ -286,6 +317,7 @@ def enable() -> None:
     # gives and needs a C++ compiler. Read when megatron.core decorates them, so set before.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     registry.apply(group="cpu")
+    logging.getLogger(_RNG_LOGGER).addFilter(_one_generator)
     _mode = _device_mode()
     _mode.__enter__()
 
@@ -297,4 +329,5 @@ def disable() -> None:
         return
     _mode.__exit__(None, None, None)
     _mode = None
+    logging.getLogger(_RNG_LOGGER).removeFilter(_one_generator)
     registry.revert([patch.name for patch in PATCHES])

@@ -38,6 +38,8 @@ class Recorder:
         self, path: Path | None, *, rank: int, world_size: int, pipeline: int, echo: bool = False
     ) -> None:
         self.rank, self.world_size, self.pipeline, self.echo = rank, world_size, pipeline, echo
+        #: Last step of this process, None before the first.
+        self.iteration: int | None = None
         self._file: IO[bytes] | None = None
         if path is not None and rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +71,7 @@ class Recorder:
         """
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
+        self.iteration = iteration
         values = self._to_rank_0(losses)
         if self.rank != 0:
             return
@@ -157,14 +160,18 @@ def _record(recorder: Recorder, bound: dict[str, Any]) -> None:
 
 
 def log_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap upstream's `evaluate` to record its losses."""
+    """Wrap upstream's `evaluate` to record its losses.
+
+    Which set it is and after how many steps is known to the caller only,
+    `evaluate_and_print_results`: read from its frame, and the patch's fingerprint is of its source.
+    """
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if RECORDER is not None and result[0] is not None:
-            from megatron.training import get_args
-
-            RECORDER.evaluation(get_args().curr_iteration, "validation", result[0])
+            caller = sys._getframe(1).f_locals
+            kind = "test" if caller["prefix"].endswith("test set") else "validation"
+            RECORDER.evaluation(caller["iteration"], kind + caller["suffix"], result[0])
         return result
 
     return evaluate

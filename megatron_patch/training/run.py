@@ -156,14 +156,13 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
             # The launcher prints the command line too; without it the plan is what there is.
             return parallel.main(list(argv)) if rank_and_world()[0] == 0 else 0
         plan = set_up(argv)
-        _run(recipe, plan, started)
+        return _run(recipe, plan, started)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-    return 0
 
 
-def _run(recipe: Recipe, plan: Plan, started: float) -> None:
+def _run(recipe: Recipe, plan: Plan, started: float) -> int:
     from megatron_patch import _compat
     from megatron_patch.training import metrics
     from megatron_patch.training.model import model_config
@@ -183,18 +182,35 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> None:
         pipeline=args.pipeline_model_parallel_size,
         echo=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size,
     )
+    status, word = 0, "finished"
     try:
         _compat.pretrain(args, model_config(args, plan.model), recipe.datasets, recipe.forward_step)
+    except SystemExit as leaving:
+        # Upstream's way to stop early, and also its way to give up before the first step.
+        status, step = _exit_status(leaving), metrics.RECORDER.iteration
+        if step is None:
+            raise UserError(
+                f"Megatron-Core ended with status {status} before the first step; its last lines "
+                "say why"
+            ) from leaving
+        word = f"stopped at step {step} of {args.train_iters}"
     finally:
         metrics.RECORDER.close()
         metrics.RECORDER = None
     if rank == 0:
-        print(f"> finished after {time.time() - started:.0f} s", flush=True)
+        print(f"> {word} after {time.time() - started:.0f} s", flush=True)
         if output is not None:
             _finish(output)
     import torch
 
     torch.distributed.destroy_process_group()
+    return status
+
+
+def _exit_status(leaving: SystemExit) -> int:
+    """The status that Python itself would end with."""
+    code = leaving.code
+    return code if isinstance(code, int) else 0 if code is None else 1
 
 
 def _prepare(output: Path, plan: Plan) -> None:

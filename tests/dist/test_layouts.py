@@ -7,7 +7,6 @@ parameter's largest entry.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,45 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_patch.data.idxmap import Writer
 from megatron_patch.training import metrics
 from tests.dist.harness import RankServer
+from tests.dist.tiny import MODELS, tensors, worst, write_corpus, write_model
 
 STEPS = 10
-SEED = 7
-
-COMMON = {
-    "vocab_size": 500,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "max_position_embeddings": 256,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "initializer_range": 0.05,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "eos_token_id": 0,
-}
-MODELS = {
-    "dense": COMMON | {"model_type": "qwen3", "tie_word_embeddings": True},
-    "moe": COMMON
-    | {
-        "model_type": "qwen3_moe",
-        "tie_word_embeddings": False,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "norm_topk_prob": True,
-        "router_aux_loss_coef": 0.01,
-        "mlp_only_layers": [1],
-        "decoder_sparse_step": 1,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -89,21 +54,6 @@ CASES = [
 ]
 
 
-def write_corpus(prefix: Path, documents: int = 60) -> None:
-    """A seeded stream with structure to learn: each token mostly follows from the one before."""
-    rng = np.random.default_rng(SEED)
-    follow = rng.permutation(500)
-    with Writer(str(prefix), np.dtype(np.uint16)) as writer:
-        for _ in range(documents):
-            length = int(rng.integers(40, 200))
-            ids = [int(rng.integers(1, 500))]
-            while len(ids) < length - 1:
-                ids.append(int(follow[ids[-1]] if rng.random() < 0.8 else rng.integers(1, 500)))
-            ids.append(0)
-            writer.write(np.array(ids), np.array([len(ids)]), np.array([1]))
-        writer.commit()
-
-
 def flags(model: Path, corpus: Path, output: Path, *more: str) -> list[str]:
     return [
         *("--hf-model", str(model), "--data-path", str(corpus), "--output-dir", str(output)),
@@ -113,25 +63,6 @@ def flags(model: Path, corpus: Path, output: Path, *more: str) -> list[str]:
         *("--clip-grad", "0", "--weight-decay", "0", "--seed", "11"),
         *more,
     ]
-
-
-def tensors(ranks: RankServer, source: Path, scratch: Path) -> dict[str, np.ndarray]:
-    import torch
-
-    ranks.run("tests.dist.jobs:load_tensors", 1, scratch, source=str(source))
-    state = torch.load(scratch / "tensors.pt", weights_only=True)
-    return {name: value.double().numpy() for name, value in state.items()}
-
-
-def worst(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tuple[float, str]:
-    """Largest difference relative to the largest entry of its tensor, and the tensor's name."""
-    assert sorted(a) == sorted(b)
-    gaps = []
-    for name, want in b.items():
-        scale = np.abs(want).max()
-        gap = np.abs(a[name] - want).max()
-        gaps.append((float(gap / scale) if scale else float(gap), name))
-    return max(gaps)
 
 
 @dataclass(frozen=True)
@@ -150,9 +81,7 @@ def starts(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[
     found = {}
     for kind, config in MODELS.items():
         folder = tmp_path_factory.mktemp(kind)
-        model = folder / "hf"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(config))
+        model = write_model(folder / "hf", config)
         write_corpus(folder / "corpus")
         first = flags(model, folder / "corpus", folder / "first", "--train-iters", "1")
         ranks.run("tests.dist.jobs:train", 1, folder / "first-job", argv=first)
