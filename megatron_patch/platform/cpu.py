@@ -262,6 +262,7 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 _mode: Any = None
+_dynamo_before: str | None = None
 
 
 def _one_generator(record: logging.LogRecord) -> bool:
@@ -277,6 +278,10 @@ def _device_mode() -> Any:
     from torch.overrides import TorchFunctionMode
 
     cpu = torch.device("cpu")
+    to, pin_memory = torch.Tensor.to, torch.Tensor.pin_memory
+
+    def _is_cuda(device: Any) -> bool:
+        return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
     class CpuForCuda(TorchFunctionMode):
         """`device="cuda"` of tensor factories and `.to()` lands on the CPU."""
@@ -284,18 +289,16 @@ def _device_mode() -> Any:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            if func is pin_memory:
+                return args[0]
             if kwargs:
-                device = kwargs.get("device")
-                if device is not None and str(device).startswith("cuda"):
+                if _is_cuda(kwargs.get("device")):
                     kwargs = {**kwargs, "device": cpu}
                 if kwargs.get("pin_memory"):
                     kwargs = {**kwargs, "pin_memory": False}
-                return func(*args, **kwargs)
-            if func is torch.Tensor.to and len(args) > 1:
-                target = args[1]
-                if isinstance(target, str | torch.device) and str(target).startswith("cuda"):
-                    args = (args[0], cpu, *args[2:])
-            return func(*args)
+            if func is to and len(args) > 1 and _is_cuda(args[1]):
+                args = (args[0], cpu, *args[2:])
+            return func(*args, **(kwargs or {}))
 
     return CpuForCuda()
 
@@ -306,7 +309,7 @@ def enable() -> None:
     Raises:
         RuntimeError: a CUDA device is there.
     """
-    global _mode
+    global _mode, _dynamo_before
     if _mode is not None:
         return
     import torch
@@ -315,6 +318,7 @@ def enable() -> None:
         raise RuntimeError("the CPU platform is never used where CUDA is available")
     # TorchDynamo compiles small fused functions for a GPU; on CPU the compile costs more than it
     # gives and needs a C++ compiler. Read when megatron.core decorates them, so set before.
+    _dynamo_before = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     registry.apply(group="cpu")
     logging.getLogger(_RNG_LOGGER).addFilter(_one_generator)
@@ -331,3 +335,7 @@ def disable() -> None:
     _mode = None
     logging.getLogger(_RNG_LOGGER).removeFilter(_one_generator)
     registry.revert([patch.name for patch in PATCHES])
+    if _dynamo_before is None:
+        os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    else:
+        os.environ["TORCHDYNAMO_DISABLE"] = _dynamo_before
