@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.util import atomic_write
+from megatron_patch.util import UserError, atomic_write
 
 #: Inclusive lower and exclusive upper bound of the Megatron-Core line that is tested.
 MEGATRON_CORE_MIN = "0.19.2"
@@ -198,6 +198,28 @@ def write_flag_snapshot() -> int:
 # --- moved upstream calls -----------------------------------------------------------------------
 
 
+#: Upstream's message -> ours, for errors whose own advice is wrong or comes as a traceback.
+_EXPLAINED: tuple[tuple[str, str], ...] = (
+    (
+        r"\(TP, PP\) mismatch after resume \(\((\d+), (\d+)\) vs \((\d+), (\d+)\) from checkpoint\)"
+        r".*sharding type (\w+)",
+        r"--tp \1 --pp \2, but the checkpoint was saved at --tp \3 --pp \4 with optimizer states "
+        r"in the format \5, which loads at that layout only. Go on at --tp \3 --pp \4 with "
+        r"--dist-ckpt-optim-fully-reshardable (on by default here): the next checkpoint loads at "
+        r"any layout. Or start from the weights alone, --init-from with a new --output-dir",
+    ),
+)
+
+
+def explain(message: str) -> str | None:
+    """An upstream error in the user's words, or None where there is no need."""
+    for pattern, words in _EXPLAINED:
+        found = re.search(pattern, message, re.DOTALL)
+        if found:
+            return found.expand(words)
+    return None
+
+
 def pretrain(
     args: Any, model_config: Any, datasets: Callable[..., Any], forward_step: Callable[..., Any]
 ) -> None:
@@ -208,17 +230,26 @@ def pretrain(
         model_config: what `training/model.py: model_config` returns.
         datasets: dataset provider.
         forward_step: forward step.
+
+    Raises:
+        UserError: what `explain` has words for.
     """
     from megatron.core.enums import ModelType
     from megatron.training import pretrain as upstream
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    upstream(
-        cfg_container=pretrain_cfg_container_from_args(args, model_config),
-        train_valid_test_dataset_provider=datasets,
-        model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
-    )
+    try:
+        upstream(
+            cfg_container=pretrain_cfg_container_from_args(args, model_config),
+            train_valid_test_dataset_provider=datasets,
+            model_type=ModelType.encoder_or_decoder,
+            forward_step_func=forward_step,
+        )
+    except RuntimeError as error:
+        words = explain(str(error))
+        if words is None:
+            raise
+        raise UserError(words) from error
 
 
 def main(argv: list[str]) -> int:

@@ -123,7 +123,8 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "output_dir",
         "str",
         _MODEL,
-        "run directory; the same command again goes on from its checkpoints",
+        "run directory; the same command again goes on from its checkpoints. The data's index goes "
+        "to cache/ in it, which all nodes must see, or where --data-cache-path says",
         "DIR",
     ),
     OwnFlag(
@@ -1333,8 +1334,9 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
         checkpoints = os.path.join(own.output_dir, "checkpoints")
         has_own = has_checkpoint(checkpoints)
         put({"save": checkpoints}, detail)
-        if not plan.given("tensorboard_dir"):
-            put({"tensorboard_dir": os.path.join(own.output_dir, "tensorboard")}, detail)
+        for dest, name in (("tensorboard_dir", "tensorboard"), ("data_cache_path", "cache")):
+            if not plan.given(dest):
+                put({dest: os.path.join(own.output_dir, name)}, detail)
         if not own_load:
             put({"load": checkpoints}, detail)
             if has_own and not plan.given("exit_on_missing_checkpoint"):
@@ -1342,6 +1344,8 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
                 plan.notes.append(f"{checkpoints} holds a checkpoint: the run goes on from it")
     elif plan.source["save"] == MEGATRON_DEFAULT:
         plan.notes.append("no --output-dir: nothing will be saved")
+        if not plan.given("data_cache_path") and training_prefixes(values):
+            plan.notes[-1] += ", and the data's index is kept beside the data"
     if own_load:
         load = values["load"]
         if not has_checkpoint(load):
@@ -1402,7 +1406,8 @@ def initial_weights(directory: str) -> str:
             "checkpoint first (toolkits/model_checkpoints_convertor) and name that directory"
         )
     raise UserError(
-        f"--init-from {directory}: neither a Megatron checkpoint ({TRACKER} is missing)"
+        f"--init-from {directory}: neither a Megatron checkpoint ({TRACKER} is missing) nor "
+        "Hugging Face files (config.json is missing)"
     )
 
 

@@ -6,6 +6,7 @@ around those is here.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -248,6 +249,12 @@ def _changes(previous: Path, plan: Plan) -> list[str]:
             f"the run is {word} from {before['run']['iters']} to {plan.run.iters} steps; its "
             "learning rate follows the schedule of the new length from the next step on"
         )
+        passes = [math.ceil(x) if x else None for x in (before["run"]["epochs"], plan.run.epochs)]
+        if passes[0] != passes[1] and None not in passes:
+            lines.append(
+                f"the data is now read {passes[1]} times in place of {passes[0]}, in an order "
+                "drawn anew for all passes: sequences already trained on may come before others"
+            )
     for dest in ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "global_batch_size",
                  "seq_length", "weight_decay", "clip_grad", "seed"):  # fmt: skip
         old, new = before.get("values", {}).get(dest), plan.values[dest]

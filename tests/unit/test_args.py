@@ -391,6 +391,9 @@ def test_output_dir(hf: str, tmp_path: Path) -> None:
     fresh = plan(hf, "--output-dir", str(out)).values
     assert fresh["save"] == fresh["load"] == str(out / "checkpoints")
     assert fresh["tensorboard_dir"] == str(out / "tensorboard")
+    assert fresh["data_cache_path"] == str(out / "cache"), "not beside the data"
+    elsewhere = plan(hf, "--output-dir", str(out), "--data-cache-path", "/scratch").values
+    assert elsewhere["data_cache_path"] == "/scratch"
     assert not fresh["exit_on_missing_checkpoint"] and fresh["save_interval"] == 500
     checkpoint(out / "checkpoints")
     again = plan(hf, "--save", str(out))
@@ -398,6 +401,7 @@ def test_output_dir(hf: str, tmp_path: Path) -> None:
     assert again.values["exit_on_missing_checkpoint"]
     assert any("goes on from it" in n for n in again.notes)
     assert any("nothing will be saved" in n for n in plan(hf).notes)
+    assert any("beside the data" in n for n in plan(hf, "--data-path", "corpus").notes)
 
 
 def test_load_of_nothing_is_an_error(hf: str, tmp_path: Path) -> None:
@@ -416,6 +420,8 @@ def test_init_from(hf: str, tmp_path: Path) -> None:
     values = plan(hf, "--init-from", str(weights), "--output-dir", out).values
     assert values["pretrained_checkpoint"] == str(weights)
     assert values["load"] == f"{out}/checkpoints" and not values["finetune"]
+    # Weights only: upstream starts from iteration 0 with nothing else once `load` holds nothing.
+    assert not (values["no_load_optim"] or values["no_load_rng"])
     run = checkpoint(tmp_path / "run" / "checkpoints").parent
     assert args.initial_weights(str(run)) == str(run / "checkpoints")
     step = weights / "iter_0000100"
