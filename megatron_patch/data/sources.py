@@ -51,7 +51,7 @@ class Reading:
     """How records are read.
 
     Attributes:
-        keys: JSON keys or Parquet columns that hold text.
+        keys: JSON keys or Parquet columns that hold text; none where whole records are read.
         txt: Document rule of text files: ``file``, ``line``, ``blank-line`` or ``separator``.
         separator: The text between documents where ``txt`` is ``separator``.
     """
@@ -497,7 +497,7 @@ def _parquet(source: Source, reading: Reading, block: int) -> Iterator[_Piece]:
         rows = max(1, file.metadata.num_rows)
         seen = 0
         step = max(1, min(4096, rows * block // max(1, 4 * source.size)))
-        for batch in file.iter_batches(batch_size=step, columns=list(reading.keys)):
+        for batch in file.iter_batches(batch_size=step, columns=list(reading.keys) or None):
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, batch.schema) as writer:
                 writer.write_batch(batch)
@@ -527,6 +527,53 @@ def read_task(task: Task, source: Source, reading: Reading) -> Batch:
         for entry in task.payload:
             _text_file(entry, reading, batch)
     return batch
+
+
+def read_records(task: Task, source: Source) -> tuple[Batch, list[dict[str, Any]]]:
+    """The whole records of ``task``, for readers of more than text.
+
+    Returns:
+        Counts, bad records and the numbers of the good ones (no ``values``); the good ones.
+    """
+    batch = Batch()
+    found: list[dict[str, Any]] = []
+
+    def take(record: Any, number: int) -> None:
+        if type(record) is dict:
+            found.append(record)
+            batch.numbers.append(number)
+        else:
+            batch.bad.append((number, f"is a JSON {_kind(record)}, not an object"))
+
+    if task.kind == "arrow":
+        import pyarrow as pa
+
+        with pa.ipc.open_stream(task.payload) as reader:
+            for table in reader:
+                names = table.schema.names
+                columns = [_pylist(table.column(name)) for name in names]
+                for number, row in enumerate(zip(*columns, strict=True), start=batch.items):
+                    take(dict(zip(names, row, strict=True)), number)
+                batch.items += table.num_rows
+        return batch, found
+    if task.kind == "items":
+        raws = task.payload
+    elif task.kind in ("range", "lines"):
+        ranged = task.kind == "range"
+        data = read_range(source, task.start, task.stop) if ranged else task.payload
+        raws = _split(data)
+    else:
+        raise ValueError(f"a task of kind {task.kind!r} holds no records")
+    for number, raw in enumerate(raws):
+        try:
+            record = orjson.loads(raw)
+        except ValueError:
+            record = _hard(raw, number, batch)
+            if record is _NOTHING:
+                continue
+        take(record, number)
+    batch.items += len(raws)
+    return batch, found
 
 
 def read_range(source: Source, start: int, stop: int) -> bytes:
@@ -560,11 +607,28 @@ def lines_before(source: Source, offset: int) -> int:
         return count + 1 if handle.read(1) else count
 
 
-def _lines(data: bytes, source: Source, reading: Reading, batch: Batch) -> None:
-    data = data.removeprefix(_BOM)
-    lines = data.split(b"\n")
+def _split(data: bytes) -> list[bytes]:
+    lines = data.removeprefix(_BOM).split(b"\n")
     if not lines[-1]:
         lines.pop()
+    return lines
+
+
+#: What stands for a record that is blank or bad; None is JSON's null.
+_NOTHING = object()
+
+
+def _hard(raw: bytes | str, number: int, batch: Batch) -> Any:
+    """A record that orjson refuses, or ``_NOTHING`` after counting it as blank or bad."""
+    if not raw.strip():
+        batch.blank += 1
+        return _NOTHING
+    record = _slow_json(raw, number, batch)
+    return _NOTHING if record is None else record
+
+
+def _lines(data: bytes, source: Source, reading: Reading, batch: Batch) -> None:
+    lines = _split(data)
     if source.form == "txt":
         _text_lines(lines, reading, batch)
     else:
@@ -580,11 +644,8 @@ def _json(records: Sequence[bytes | str], reading: Reading, batch: Batch) -> Non
         try:
             record = loads(raw)
         except ValueError:
-            if not raw.strip():
-                batch.blank += 1
-                continue
-            record = _slow_json(raw, number, batch)
-            if record is None:
+            record = _hard(raw, number, batch)
+            if record is _NOTHING:
                 continue
         else:
             # orjson lets no lone surrogate through, so its strings need no closer look.

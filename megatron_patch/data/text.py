@@ -18,12 +18,13 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,33 @@ class Encoding:
     targets: tuple[str, ...]
     audit: bool
 
+    def encode(self, task: Task) -> tuple[Result, list[memoryview]]:
+        """See :func:`encode_task`."""
+        return encode_task(task, self)
+
+
+class TaskEncoding(Protocol):
+    """What a :class:`Pool` needs: :class:`Encoding` for text, others for other records."""
+
+    @property
+    def files(self) -> tuple[Source, ...]:
+        """All input files; tasks point into it."""
+        ...
+
+    @property
+    def reading(self) -> Reading:
+        """How records are read."""
+        ...
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The file of each stream that bytes are written to."""
+        ...
+
+    def encode(self, task: Task) -> tuple[Result, list[memoryview]]:
+        """What is to be told about a task, and the bytes of each stream; raises TaskFailure."""
+        ...
+
 
 @dataclass
 class Result:
@@ -76,6 +104,7 @@ class Result:
         sizes: Per key, bytes to write.
         lengths: Per key, tokens of each sequence.
         per_document: Per key, sequences of each document.
+        noted: Further counts, by name.
     """
 
     items: int
@@ -86,6 +115,7 @@ class Result:
     sizes: list[int] = field(default_factory=list)
     lengths: list[npt.NDArray[np.int32]] = field(default_factory=list)
     per_document: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    noted: Counter[str] = field(default_factory=Counter)
 
 
 class TaskFailure(Exception):
@@ -216,7 +246,7 @@ def _audit(task: Task, batch: Batch, tokenizer: TextTokenizer) -> None:
         )
 
 
-def _worker(connection: Connection, others: list[Connection], encoding: Encoding) -> None:
+def _worker(connection: Connection, others: list[Connection], encoding: TaskEncoding) -> None:
     """Serve tasks until the other end closes."""
     for other in others:
         other.close()  # or this process would keep its siblings' pipes open after the parent died
@@ -228,7 +258,7 @@ def _worker(connection: Connection, others: list[Connection], encoding: Encoding
             kind, number, content = connection.recv()
             try:
                 if kind == "task":
-                    result, held[number] = encode_task(content, encoding)
+                    result, held[number] = encoding.encode(content)
                     connection.send(("done", number, result))
                 else:
                     buffers = held.pop(number)
@@ -266,6 +296,7 @@ class Totals:
     rerouted: int = 0
     weight: int = 0
     shown: list[str] = field(default_factory=list)
+    noted: Counter[str] = field(default_factory=Counter)
 
 
 class Pool:
@@ -281,7 +312,7 @@ class Pool:
 
     def __init__(
         self,
-        encoding: Encoding,
+        encoding: TaskEncoding,
         writers: Sequence[idxmap.Writer],
         *,
         workers: int,
@@ -378,6 +409,7 @@ class Pool:
         totals.empty += sum(result.empty)
         totals.rerouted += result.rerouted
         totals.weight += task.weight
+        totals.noted.update(result.noted)
         self._items[task.source] = self._items.get(task.source, 0) + result.items
         offsets = []
         for writer, size, lengths, per_document in zip(
