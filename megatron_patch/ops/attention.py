@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+#: Mask types whose mask says which scores count, beside causality.
+_MASKED = (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbitrary)
+
+
 class _GatherSequence(torch.autograd.Function):
     """All-gather along dimension 0; the backward pass is a reduce-scatter."""
 
@@ -165,10 +170,9 @@ class SDPACoreAttention(MegatronModule):
         self.cp_size = self.cp_group.size() if config.context_parallel_size > 1 else 1
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         width = k_channels if k_channels is not None else config.kv_channels
-        scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(width)
-        if config.apply_query_key_layer_scaling:
-            scale /= max(1, layer_number)
-        self.softmax_scale = scale
+        # Query-key layer scaling divides before the softmax and multiplies inside it, against
+        # overflow of half-precision scores; here those are float32 on the way anyway.
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(width)
         self.heads = divide(config.num_attention_heads, groups.tp.size())
 
     def forward(
@@ -188,8 +192,8 @@ class SDPACoreAttention(MegatronModule):
             query: [s, b, h, d], or [T, h, d] when packed.
             key: [t, b, g, d], or [T, g, d] when packed.
             value: [t, b, g, v], or [T, g, v] when packed.
-            attention_mask: boolean, True where a score is masked; only for mask types other than
-                causal and no_mask.
+            attention_mask: boolean, True where a score is masked; not read for the mask types
+                causal, causal_bottom_right and no_mask, nor when packed.
             attn_mask_type: overrides the constructor's.
             attention_bias: not supported.
             packed_seq_params: boundaries of a packed batch (`thd`).
@@ -201,14 +205,17 @@ class SDPACoreAttention(MegatronModule):
         if attention_bias is not None:
             raise ValueError("attention bias needs Transformer Engine")
         kind = attn_mask_type or self.attn_mask_type
-        causal = kind in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        causal = kind in _CAUSAL
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, causal)
         keep = None
-        if not causal and kind is not AttnMaskType.no_mask:
+        if kind in _MASKED:
             if attention_mask is None:
                 raise ValueError(f"mask type {kind.name} needs an attention mask")
             keep = ~attention_mask
+            if causal:
+                s, t = query.shape[0], key.shape[0]
+                keep = keep & keep.new_ones(s, t).tril(t - s)
         if self.cp_size > 1:
             if keep is not None or not causal:
                 raise ValueError("context parallel without Transformer Engine is causal only")
@@ -252,6 +259,11 @@ class SDPACoreAttention(MegatronModule):
             raise ValueError(f"packed sequences come as thd, got {packed.qkv_format!r}")
         squeeze = q.dim() == 4  # [T, 1, h, d] from layers that keep the batch dimension
         if squeeze:
+            if q.shape[1] != 1:
+                raise ValueError(
+                    f"packed sequences are one row of tokens, got {q.shape[1]}: set "
+                    "--micro-batch-size 1 and raise --global-batch-size instead"
+                )
             q, k, v = (x.squeeze(1) for x in (q, k, v))
         real = packed.cu_seqlens_q.tolist()
         padded = real if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded.tolist()
@@ -265,6 +277,7 @@ class SDPACoreAttention(MegatronModule):
             k = _GatherSequence.apply(k, self.cp_group).view(c, *k.shape)
             v = _GatherSequence.apply(v, self.cp_group).view(c, *v.shape)
         out = []
+        attended = False
         for i in range(len(real) - 1):
             length = real[i + 1] - real[i]
             room = padded[i + 1] - padded[i]
@@ -274,6 +287,7 @@ class SDPACoreAttention(MegatronModule):
                 )
             lo, hi = padded[i] // c, padded[i + 1] // c
             if c == 1:
+                attended = True
                 qs = q[lo : lo + length].unsqueeze(1)
                 ks, vs = (x[lo : lo + length].unsqueeze(1) for x in (k, v))
                 part = self._sdpa(qs, ks, vs, causal=causal).squeeze(1)
@@ -288,6 +302,7 @@ class SDPACoreAttention(MegatronModule):
                     start = number * chunk
                     rows = max(0, min(chunk, length - start))
                     if rows:
+                        attended = True
                         qs = q[lo + half * chunk : lo + half * chunk + rows].unsqueeze(1)
                         end = start + rows
                         pieces.append(self._sdpa(qs, ks[:end], vs[:end], causal=True).squeeze(1))
@@ -300,6 +315,10 @@ class SDPACoreAttention(MegatronModule):
         done = padded[-1] // c
         if done < q.shape[0]:
             out.append(q.new_zeros(q.shape[0] - done, q.shape[1], v.shape[-1]))
+        if not attended:
+            # Only padding on this rank: no rows of every input, so that its backward pass takes
+            # part in the reduce-scatters that the other ranks wait in.
+            out += [x.reshape(-1)[:0].view(0, q.shape[1], v.shape[-1]) for x in (q, k, v)]
         result = torch.cat(out, dim=0).reshape(q.shape[0], -1)
         return result.unsqueeze(1) if squeeze else result
 
