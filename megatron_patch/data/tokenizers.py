@@ -890,7 +890,10 @@ def _finish_tiktoken(
     def remember(engine: Engine, added: Sequence[str]) -> Engine:
         # Kimi counts the characters of a run from its start: pieces would begin to count anew.
         longest = _KIMI_RUN if isinstance(prepare, KimiPieces) else None
-        return PieceEngine(engine, added, longest=longest)
+        widths = np.zeros(encoding.n_vocab, dtype=np.int64)
+        for token, number in ranks.items():
+            widths[number] = len(token)
+        return PieceEngine(engine, added, widths=widths, longest=longest)
 
     def token(text: str | None) -> Token | None:
         return Token(specials[text], text) if text is not None and text in specials else None
@@ -916,6 +919,9 @@ def _finish_tiktoken(
 # an apostrophe. In the split patterns below no match reaches over such a place: a run of letters is
 # not continued by what may stand there ("'" may, in a contraction), and nothing looks back.
 _PIECE = re.compile(r"[^a-zA-Z]*[a-zA-Z]+(?:['\x80-\U0010ffff][^a-zA-Z]*[a-zA-Z]*)*|[^a-zA-Z]+")
+#: The two characters at a cut, and a piece that has a cut before and after it.
+_CUT = re.compile(r"[a-zA-Z][\x00-\x26\x28-\x40\x5b-\x60\x7b-\x7f]")
+_INNER = re.compile(r"[^a-zA-Z'](?s:.*)[a-zA-Z]\Z")
 _LONGEST_PIECE = 64
 _MOST_PIECES = 400_000
 
@@ -924,21 +930,34 @@ class PieceEngine:
     """Remembers the ids of short pieces of text, so that each is tokenized once.
 
     Only for split patterns in ``_PIECEWISE``, where a text's ids are those of its pieces, one after
-    the other. A text in which an added token might stand is not cut.
+    the other. A text in which an added token stands is not cut.
 
     Args:
         reference: The engine that defines the ids.
         added: Texts of the added tokens.
+        widths: Bytes of text that each id stands for, or None. With them, new pieces are encoded
+            together and told apart afterwards; one by one they take twice the time.
         longest: A text of more characters is not cut, or None.
     """
 
     def __init__(
-        self, reference: Engine, added: Sequence[str], *, longest: int | None = None
+        self,
+        reference: Engine,
+        added: Sequence[str],
+        *,
+        widths: npt.NDArray[np.int64] | None = None,
+        longest: int | None = None,
     ) -> None:
         self.name = f"{reference.name} with remembered pieces"
         self.reference = reference
         self._heads = sorted({text[:2] for text in added if text})
+        self._head = re.compile("|".join(map(re.escape, self._heads)))
         self._longest = longest
+        longest_first = sorted(filter(None, added), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, longest_first))) if added else None
+        # Joined pieces may not make up an added token: none may begin with a place of a cut.
+        safe = not any(_CUT.match(head) for head in self._heads)
+        self._widths = widths if safe else None
         self._known: dict[str, bytes] = {}
 
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
@@ -949,9 +968,7 @@ class PieceEngine:
         known = self._known
         new = {piece for pieces in cut if pieces for piece in pieces if piece not in known}
         if new:
-            ordered = list(new)
-            for piece, ids in zip(ordered, self.reference.encode_many(ordered), strict=True):
-                known[piece] = ids.astype(np.uint32).tobytes()
+            self._learn(new)
         whole = iter(
             self.reference.encode_many(
                 [text for text, pieces in zip(texts, cut, strict=True) if pieces is None]
@@ -969,10 +986,50 @@ class PieceEngine:
                 del known[piece]
         return result
 
+    def _learn(self, pieces: set[str]) -> None:
+        alone = pieces
+        if self._widths is not None:
+            inner, head = _INNER.match, self._head.search
+            together = [
+                piece
+                for piece in pieces
+                if piece.isascii() and inner(piece) and (not self._heads or not head(piece))
+            ]
+            if self._learn_together(together, self._widths):
+                alone = pieces.difference(together)
+        ordered = list(alone)
+        for piece, ids in zip(ordered, self.reference.encode_many(ordered), strict=True):
+            self._known[piece] = ids.astype(np.uint32).tobytes()
+
+    def _learn_together(self, pieces: list[str], widths: npt.NDArray[np.int64]) -> bool:
+        """Encode the pieces as one text; returns whether every piece's end is a token's end."""
+        if not pieces:
+            return True
+        step = 1024
+        texts = ["".join(pieces[at : at + step]) for at in range(0, len(pieces), step)]
+        ids = np.concatenate(self.reference.encode_many(texts)).astype(np.uint32)
+        ends = np.cumsum(widths[ids])
+        wanted = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))
+        last = np.searchsorted(ends, wanted)
+        if last[-1] >= ids.size or not np.array_equal(ends[last], wanted):
+            return False
+        data = ids.tobytes()
+        start = 0
+        for piece, stop in zip(pieces, ((last + 1) * 4).tolist(), strict=True):
+            self._known[piece] = data[start:stop]
+            start = stop
+        return True
+
     def _may_cut(self, text: str) -> bool:
         if self._longest is not None and len(text) > self._longest:
             return False
-        return not any(head in text for head in self._heads)
+        if self._added is None or not self._has_head(text):
+            return True
+        return self._added.search(text) is None
+
+    def _has_head(self, text: str) -> bool:
+        """Whether the first two characters of an added token occur: a quick look."""
+        return any(head in text for head in self._heads)
 
 
 _PIECEWISE = frozenset(
@@ -1020,7 +1077,17 @@ def _remember(tokenizer: Any) -> Callable[[Engine, Sequence[str]], Engine] | Non
             return None
         else:
             words = words or bool(step.get("use_regex", True))
-    return PieceEngine if words and steps[-1].get("type") == "ByteLevel" else None
+    if not words or steps[-1].get("type") != "ByteLevel":
+        return None
+
+    def build(engine: Engine, added: Sequence[str]) -> Engine:
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        widths = np.zeros(max(vocab.values()) + 1, dtype=np.int64)
+        for text, number in vocab.items():
+            widths[number] = len(text)  # the byte-level alphabet has one character a byte
+        return PieceEngine(engine, added, widths=widths)
+
+    return build
 
 
 def _spelled(regex: str) -> str:

@@ -406,6 +406,32 @@ def test_pieces_are_the_text():
         assert "".join(tokenizers._PIECE.findall(text)) == text
 
 
+@pytest.mark.parametrize("name", ["qwen", "llama3", "kimi"])
+def test_pieces_learned_together_and_alone(name: str, made, monkeypatch):
+    tokenizer = load(TokenizerRequest("HuggingFaceTokenizer", str(made(name))))
+    texts = [*adversarial(tokenizer.special_texts), *fixtures.corpus(200)]
+
+    def known() -> dict[str, bytes]:
+        engine = tokenizer.remember(tokenizer.reference, tokenizer.special_texts)
+        assert engine._widths is not None
+        engine.encode_many(texts)
+        return engine._known
+
+    joined: list[int] = []
+    real = tokenizers.PieceEngine._learn_together
+
+    def counted(self, pieces, widths):
+        assert real(self, pieces, widths)
+        joined.append(len(pieces))
+        return True
+
+    monkeypatch.setattr(tokenizers.PieceEngine, "_learn_together", counted)
+    together = known()
+    assert sum(joined) > len(together) / 2
+    monkeypatch.setattr(tokenizers.PieceEngine, "_learn_together", lambda *rest: False)
+    assert known() == together
+
+
 def test_memory_of_pieces_is_bounded(made, monkeypatch):
     monkeypatch.setattr(tokenizers, "_MOST_PIECES", 100)
     tokenizer = load(TokenizerRequest("HuggingFaceTokenizer", str(made("qwen"))))
