@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
 )
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
@@ -158,7 +159,8 @@ class ReplicatedLinear(torch.nn.Module):
             prefix,
             {},
             sharded_offsets,
-            tp_group=self.tp_group,
+            # Layers that are told "duplicated" get no group; the copies have one all the same.
+            tp_group=get_tensor_model_parallel_group_if_none(self.tp_group),
             dp_cp_group=metadata["dp_cp_group"],
         )
 

@@ -88,6 +88,14 @@ PATCHES: tuple[Patch, ...] = (
         "models.backends.get_backend",
         "619c84b92a1902cb",
     ),
+    _patch(
+        "mla-linear",
+        "transformer.multi_latent_attention.TELinear",
+        "megatron_patch.ops.linear:ReplicatedLinear",
+        "transformer.multi_latent_attention.MLASelfAttention.__init__",
+        "ccc80bdf125b6b7f",
+        why="latent attention knows its down projections by their class",
+    ),
     _patch("adam", "optimizer.Adam", _ADAM, _OPTIMIZER, "52053bddb67c8851", why=_OPTIMIZER_WHY),
     _patch(
         "adam-arguments",
