@@ -43,6 +43,7 @@ class Recorder:
         self._file: IO[bytes] | None = None
         if path is not None and rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(path)
             self._file = open(path, "ab")  # noqa: SIM115 - lives as long as the run
         self._last = time.perf_counter()
 
@@ -108,6 +109,22 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what a killed writer left of its last record, so that the next one is not glued on.
+
+    A line break is the last byte of a record, so nothing whole is lost.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return
+    with open(path, "r+b") as file:
+        file.seek(max(0, size - (1 << 20)))  # a record is far shorter
+        end = file.tell() + file.read().rfind(b"\n") + 1
+        if end < size:
+            file.truncate(end)
 
 
 def _mean(value: Any) -> float:
@@ -208,6 +225,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [steps[i] for i in sorted(steps)]
 
 
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def draw(runs: Sequence[tuple[str, list[dict[str, Any]]]], output: Path, key: str) -> None:
     """Write a PNG with one curve a run.
 
@@ -225,7 +246,7 @@ def draw(runs: Sequence[tuple[str, list[dict[str, Any]]]], output: Path, key: st
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     for label, records in runs:
-        points = [(r["iteration"], r[key]) for r in records if isinstance(r.get(key), float)]
+        points = [(r["iteration"], r[key]) for r in records if _number(r.get(key))]
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, linewidth=1.2)
     axes.set_xlabel("step")
     axes.set_ylabel(key)
@@ -251,8 +272,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("loss.png"), help="PNG to write")
     options = parser.parse_args(argv)
     try:
-        runs = [(run.name, read(run)) for run in options.runs]
-        known = sorted({k for _, rows in runs for r in rows for k in r if isinstance(r[k], float)})
+        runs = [(run.resolve().name, read(run)) for run in options.runs]
+        known = sorted({k for _, rows in runs for r in rows for k in r if _number(r[k])})
         if options.key not in known:
             raise UserError(f"--key {options.key!r}: the runs hold {', '.join(known) or 'nothing'}")
         draw(runs, options.output, options.key)

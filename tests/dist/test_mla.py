@@ -8,6 +8,7 @@ names, and every layout has the gradients of one rank.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -17,22 +18,23 @@ from megatron_patch.training import metrics
 from tests.dist.harness import RankServer
 from tests.dist.tiny import tensors, worst, write_corpus
 
-MODEL = """
+MODEL = shlex.split("""
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
     --max-position-embeddings 64 --vocab-size 500 --padded-vocab-size 500
-    --tokenizer-type NullTokenizer --null-tokenizer-eod-id 0 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
-    --disable-bias-linear --untie-embeddings-and-output-weights --init-method-std 0.05
+    --tokenizer-type NullTokenizer --null-tokenizer-eod-id 0
+    --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --init-method-std 0.05
     --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope
     --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16
     --qk-pos-emb-head-dim 8 --v-head-dim 12 --qk-layernorm --rope-type rope
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-layer-freq [0,1]
     --moe-shared-expert-intermediate-size 32 --moe-router-load-balancing-type seq_aux_loss
     --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
-""".split()
+""")
 
 #: What Megatron-Core's Transformer Engine spec calls the parameters of such a model. Experts
 #: are stacked along an axis of their own name.
-ATTENTION = """
+ATTENTION = shlex.split("""
     input_layernorm.weight
     self_attention.linear_q_down_proj.weight
     self_attention.linear_q_up_proj.layer_norm_weight
@@ -41,16 +43,16 @@ ATTENTION = """
     self_attention.linear_kv_up_proj.layer_norm_weight
     self_attention.linear_kv_up_proj.weight
     self_attention.linear_proj.weight
-""".split()
-DENSE = "mlp.linear_fc1.layer_norm_weight mlp.linear_fc1.weight mlp.linear_fc2.weight".split()
-MOE = """
+""")
+DENSE = ["mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+MOE = shlex.split("""
     pre_mlp_layernorm.weight
     mlp.router.weight
     mlp.shared_experts.linear_fc1.weight
     mlp.shared_experts.linear_fc2.weight
     mlp.experts.experts.linear_fc1.weight
     mlp.experts.experts.linear_fc2.weight
-""".split()
+""")
 NAMES = {
     "embedding.word_embeddings.weight",
     "decoder.final_layernorm.weight",

@@ -1,0 +1,191 @@
+"""The step record: written, torn, restarted, read and drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from megatron_patch.training import metrics
+from megatron_patch.util import UserError
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def recorder(path, **kwargs):
+    return metrics.Recorder(path, **{"rank": 0, "world_size": 1, "pipeline": 1, **kwargs})
+
+
+def record(path, *losses, start=1, **extra):
+    writer = recorder(path)
+    for i, loss in enumerate(losses, start):
+        writer.step(i, {"lm loss": loss}, **extra)
+    writer.close()
+
+
+def losses(path):
+    return [(r["iteration"], r["lm loss"]) for r in metrics.read(path)]
+
+
+def test_a_step_is_one_line_on_disk_at_once(tmp_path):
+    import torch
+
+    path = tmp_path / "run" / "metrics.jsonl"
+    writer = recorder(path, world_size=4)
+    writer.start()
+    writer.step(
+        7,
+        {"lm loss": torch.tensor([30.0, 12.0]), "load_balancing_loss": torch.tensor(0.25)},
+        tokens=4096,
+        grad_norm=None,
+        skipped=0,
+    )
+    (row,) = [json.loads(line) for line in path.read_text().splitlines()]  # before close()
+    assert row["iteration"] == 7
+    assert row["lm loss"] == 2.5  # the sum over the number of tokens
+    assert row["load_balancing_loss"] == 0.25
+    assert row["skipped"] == 0
+    assert "grad_norm" not in row
+    assert row["seconds"] > 0
+    assert row["tokens_per_second"] == pytest.approx(4096 / row["seconds"], rel=0.05)
+    assert row["tokens_per_second_per_rank"] == pytest.approx(
+        row["tokens_per_second"] / 4, rel=0.01
+    )
+    writer.close()
+    writer.close()
+
+
+def test_no_token_is_no_division_by_zero(tmp_path):
+    import torch
+
+    path = tmp_path / "metrics.jsonl"
+    record(path, torch.tensor([0.0, 0.0]))
+    assert losses(path) == [(1, 0.0)]
+
+
+def test_only_rank_zero_writes(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    writer = recorder(path, rank=1, world_size=2, echo=True)
+    writer.step(1, {"lm loss": 1.0})
+    writer.evaluation(1, "validation", {"lm loss": 1.0})
+    writer.close()
+    assert not path.exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_echo_for_runs_over_several_nodes(tmp_path, capsys):
+    writer = recorder(None, echo=True)
+    writer.step(3, {"lm loss": 2.5})
+    assert "iteration 3 | lm loss: 2.500000E+00 |" in capsys.readouterr().out
+
+
+def test_evaluations_are_kept_apart(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = recorder(path)
+    writer.step(1, {"lm loss": 2.0})
+    writer.evaluation(1, "validation", {"lm loss": 3.0})
+    writer.close()
+    assert losses(path) == [(1, 2.0)]
+    assert json.loads(path.read_text().splitlines()[1])["evaluation"] == "validation"
+
+
+# --- restarts ---------------------------------------------------------------------------------
+
+
+def test_after_a_restart_the_last_record_of_a_step_counts(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    record(path, 5.0, 4.0, 3.0)
+    record(path, 3.5, 2.5, start=3)  # step 3 again, from the checkpoint of step 2
+    assert losses(path) == [(1, 5.0), (2, 4.0), (3, 3.5), (4, 2.5)]
+    assert len(path.read_text().splitlines()) == 5, "nothing is overwritten"
+
+
+def test_torn_last_line_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    record(path, 5.0, 4.0)
+    whole = path.read_bytes()
+    for cut in (1, 2, 10, 30):
+        path.write_bytes(whole[:-cut])
+        # Without its line break alone the record is whole.
+        assert losses(path) == [(1, 5.0), (2, 4.0)][: 2 if cut == 1 else 1]
+
+
+@pytest.mark.parametrize("kept", [0, 10])
+def test_restart_after_a_torn_line(tmp_path, kept):
+    """The next record is not glued to the fragment."""
+    path = tmp_path / "metrics.jsonl"
+    record(path, *([5.0] * kept))
+    with open(path, "ab") as file:
+        file.write(b'{"iteration":11,"lm lo')
+    record(path, 4.0, 3.0, start=11)
+    assert losses(path) == [(i + 1, 5.0) for i in range(kept)] + [(11, 4.0), (12, 3.0)]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    record(path, 5.0, 4.0, 3.0)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:9], lines[2], ""]))
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: not JSON"):
+        metrics.read(path)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(UserError, match="no such file; a run directory holds one after its first"):
+        metrics.read(tmp_path)
+
+
+# --- values that are no numbers ---------------------------------------------------------------
+
+
+def test_nan_is_recorded_as_such_and_left_out_of_the_curve(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    record(path, 3.0, math.nan, math.inf, 2.0)
+    rows = metrics.read(path)
+    assert [r["lm loss"] for r in rows] == [3.0, "nan", "inf", 2.0]
+    assert "lm loss 3.000 (step 1) -> 2.000 (step 4)" in metrics.summary(rows)
+    metrics.draw([("run", rows)], tmp_path / "loss.png", "lm loss")
+    assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
+
+
+def test_summary():
+    rows = [
+        {"iteration": i, "lm loss": loss, "tokens_per_second": speed}
+        for i, loss, speed in ((1, 6.0, 10.0), (2, 5.0, 1000.0), (3, 4.0, 2000.0))
+    ]
+    assert metrics.summary(rows) == (
+        "lm loss 6.000 (step 1) -> 4.000 (step 3), 1,000 tokens/s (median)"
+    )
+    assert metrics.summary([]) == "no step recorded"
+
+
+# --- plot -------------------------------------------------------------------------------------
+
+
+def test_plot(tmp_path, capsys, monkeypatch):
+    for name, values in (("a", (3.0, 2.0)), ("b", (3.0, 2.5))):
+        (tmp_path / name).mkdir()
+        record(tmp_path / name / "metrics.jsonl", *values, tokens=64)
+    output = tmp_path / "both.png"
+    arguments = [str(tmp_path / "a"), str(tmp_path / "b" / "metrics.jsonl")]
+    assert metrics.main([*arguments, "--output", str(output)]) == 0
+    assert capsys.readouterr().out.strip() == str(output)
+    assert output.read_bytes().startswith(PNG)
+    before = output.read_bytes()
+    assert metrics.main([*arguments, "--output", str(output), "--key", "tokens"]) == 0
+    assert output.read_bytes() != before
+    monkeypatch.chdir(tmp_path / "a")
+    assert metrics.main(["."]) == 0
+    assert (tmp_path / "a" / "loss.png").exists()
+
+
+def test_plot_refusals(tmp_path, capsys):
+    assert metrics.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    record(tmp_path / "metrics.jsonl", 3.0)
+    assert metrics.main([str(tmp_path), "--key", "loss"]) == 2
+    error = capsys.readouterr().err
+    assert "--key 'loss': the runs hold" in error
+    assert "lm loss" in error
+    assert not (tmp_path / "loss.png").exists()
