@@ -82,6 +82,6 @@ def torch_backend(transformer_impl: str) -> BackendSpecProvider:
     return TorchSpecProvider()
 
 
-def backend_for_config(_config: Any) -> BackendSpecProvider:
+def backend_for_config(config: Any) -> BackendSpecProvider:
     """What the builder of experimental attention variants asks, with its `TransformerConfig`."""
     return TorchSpecProvider()
