@@ -33,6 +33,10 @@ COMMANDS = MappingProxyType(
             "megatron_patch.data.text:main",
             "Turn documents into .bin/.idx files for pretraining.",
         ),
+        "convert": (
+            "megatron_patch.convert.commands:main",
+            "Hugging Face files to a Megatron checkpoint and back, and the proof: verify.",
+        ),
         "pretrain": ("megatron_patch.pretrain:main", "Train (under torchrun: one process a GPU)."),
         "plot": ("megatron_patch.training.metrics:main", "Draw the loss curve of a run directory."),
         "patches": (

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from megatron_patch.convert import layout
 from megatron_patch.util import UserError
@@ -34,7 +34,14 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Operation(Protocol):
-    """A change of layout together with its inverse; dtype, device and every bit are kept."""
+    """A change of layout together with its inverse; dtype, device and every bit are kept.
+
+    An operation that only moves rows of its tensors, or adds rows of zeros, says so with a class
+    attribute ``rowwise = True``: conversion then copies runs of rows and holds no tensor (`rows`).
+    """
+
+    def __hash__(self) -> int:
+        """Operations are frozen dataclasses."""
 
     def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
         """HF tensors to the Megatron tensor."""
@@ -46,6 +53,8 @@ class Operation(Protocol):
 @dataclass(frozen=True, slots=True)
 class Rename:
     """The same tensor under another name."""
+
+    rowwise: ClassVar[bool] = True
 
     def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
         """One tensor, unchanged."""
@@ -70,6 +79,7 @@ class GroupedQKV:
         head_dim: D.
     """
 
+    rowwise: ClassVar[bool] = True
     groups: int
     queries: int
     head_dim: int
@@ -96,6 +106,8 @@ class GroupedQKV:
 class GatedUp:
     """Gate rows above up rows: ``[F, ...], [F, ...]`` and ``[2F, ...]``."""
 
+    rowwise: ClassVar[bool] = True
+
     def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
         """Gate and up to one tensor."""
         import torch
@@ -116,6 +128,7 @@ class PadVocab:
         padded: The padded size.
     """
 
+    rowwise: ClassVar[bool] = True
     rows: int
     padded: int
 
@@ -142,12 +155,15 @@ class Rule:
         hf: HF names, in the order that the operation takes them.
         shapes: The HF tensors' shapes.
         operation: What is done.
+        keeps_dtype: A conversion to another dtype leaves this one as it is (a router's bias, which
+            stays fp32).
     """
 
     name: str
     hf: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     operation: Operation = Rename()
+    keeps_dtype: bool = False
 
 
 def to_megatron(
@@ -175,7 +191,7 @@ def to_megatron(
     if spec.tied and HEAD in given:
         _check_tied(hf_tensors)
         given.discard(HEAD)
-    _refuse_differences("the Hugging Face checkpoint", given, expected)
+    refuse_differences("the Hugging Face checkpoint", given, expected)
     for rule in rules:
         parts = tuple(hf_tensors[name] for name in rule.hf)
         for name, part, shape in zip(rule.hf, parts, rule.shapes, strict=True):
@@ -215,10 +231,10 @@ def to_hf(
     keys = {
         layout.checkpoint_key(rule.name, grouped_experts=grouped_experts): rule for rule in rules
     }
-    _refuse_differences("the Megatron model", given, set(keys))
+    refuse_differences("the Megatron model", given, set(keys))
     for key, rule in keys.items():
         whole = megatron_tensors[key]
-        expected = _megatron_shape(rule)
+        expected = megatron_shape(rule)
         if tuple(whole.shape) != expected:
             raise UserError(
                 f"{key} is {list(whole.shape)} in the Megatron model, but config.json says "
@@ -249,7 +265,7 @@ def spec_rules(spec: ModelSpec) -> tuple[Rule, ...]:
     return rules
 
 
-def _megatron_shape(rule: Rule) -> tuple[int, ...]:
+def megatron_shape(rule: Rule) -> tuple[int, ...]:
     """Shape of the rule's result, found without data."""
     import torch
 
@@ -267,7 +283,12 @@ def _check_tied(hf_tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _refuse_differences(what: str, given: set[str], expected: set[str]) -> None:
+def refuse_differences(what: str, given: set[str], expected: set[str]) -> None:
+    """Refuse names that ``what`` lacks or holds beyond what its config says.
+
+    Raises:
+        UserError: Counts and names of both.
+    """
     missing, extra = sorted(expected - given), sorted(given - expected)
     if missing or extra:
         lacks = f"lacks {len(missing)} tensors ({_some(missing)})" if missing else ""

@@ -1,0 +1,408 @@
+"""Hugging Face model directories: what is in them, read and written without loading a model.
+
+Reading goes by the safetensors headers, so names, shapes and sizes cost nothing and every fault of
+a directory is found before the first weight is read. Writing plans every shard first: a tensor's
+place in its file is known, so several processes fill one file, and the index comes last.
+
+Format: 8 bytes little-endian header length, a JSON header, the data
+(https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_patch.convert.rows import ITEM_SIZE, Copy, FileRows, Files, rows_of, tensor_bytes
+from megatron_patch.util import UserError, atomic_write, human_bytes
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+#: safetensors dtype -> torch dtype name.
+DTYPES = MappingProxyType(
+    {
+        "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+        "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+        "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+        "BOOL": "bool",
+    }
+)  # fmt: skip
+_NAMES = MappingProxyType({torch: name for name, torch in DTYPES.items()})
+
+#: Other formats of the same weights; never copied along, and no replacement for safetensors.
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
+
+#: The safetensors library refuses longer headers.
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a safetensors file.
+
+    Attributes:
+        name: Its name.
+        path: The file.
+        offset: Its first byte in the file.
+        shape: Its shape.
+        dtype: Its torch dtype name.
+    """
+
+    name: str
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return tensor_bytes(self.shape, self.dtype)
+
+    def rows(self, files: Files) -> FileRows:
+        """For reading."""
+        return FileRows(files, self.path, self.offset, self.shape, self.dtype)
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file, in the order of their data.
+
+    Raises:
+        UserError: The file is missing, cut off, or not a safetensors file.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as handle:
+            start = handle.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+                raise UserError(
+                    f"{path} ({size} bytes) is cut off or no safetensors file: its header should "
+                    f"have {length} bytes. Copy or download it again."
+                )
+            header = json.loads(handle.read(length))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: its header is not valid JSON ({error}).") from None
+    found = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise UserError(f"{path}: {name} has dtype {entry['dtype']}, which is not supported.")
+        begin, end = entry["data_offsets"]
+        tensor = Stored(name, path, 8 + length + begin, tuple(entry["shape"]), dtype)
+        if tensor.nbytes != end - begin:
+            raise UserError(
+                f"{path}: {name} has {end - begin} bytes, but {dtype} {list(tensor.shape)} has "
+                f"{tensor.nbytes}. The file is damaged."
+            )
+        found.append(tensor)
+    found.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    end = 8 + length
+    for tensor in found:
+        if tensor.offset != end:
+            raise UserError(f"{path}: {tensor.name} overlaps its neighbour or leaves a gap.")
+        end += tensor.nbytes
+    if end != size:
+        raise UserError(
+            f"{path} has {size} bytes, but its header describes {end}. The file is "
+            f"{'cut off' if size < end else 'damaged'}: copy or download it again."
+        )
+    return {tensor.name: tensor for tensor in found}
+
+
+def read_model(directory: str | os.PathLike[str]) -> dict[str, Stored]:
+    """Every tensor of a model directory, shard by shard.
+
+    Raises:
+        UserError: No safetensors files, a shard missing or cut off, or an index that says
+            something else than the shards; names the file.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such directory. Give a directory with safetensors files.")
+    index = folder / INDEX
+    if index.exists():
+        return _read_shards(folder, index)
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        others = sorted(p.name for p in folder.iterdir() if p.suffix in _OTHER_WEIGHTS)
+        hint = (
+            f"it holds {', '.join(others[:3])}; save the model as safetensors "
+            f"(save_pretrained of transformers does)"
+            if others
+            else "give the directory that a model was downloaded or saved to"
+        )
+        raise UserError(f"{folder}: no safetensors files; {hint}.")
+    if len(shards) > 1:
+        raise UserError(
+            f"{folder}: {len(shards)} safetensors files and no {INDEX}, so nobody knows whether "
+            f"they are all. Copy the index, too, or remove files that do not belong to the model."
+        )
+    return read_header(shards[0])
+
+
+def _read_shards(folder: Path, index: Path) -> dict[str, Stored]:
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{index}: no usable weight_map ({error!r}). Copy it again.") from None
+    found: dict[str, Stored] = {}
+    for shard in sorted(set(listed.values())):
+        path = folder / shard
+        if not path.exists():
+            raise UserError(f"{path} is missing, but {INDEX} lists it. Copy or download it.")
+        for name, tensor in read_header(path).items():
+            if listed.get(name) != shard:
+                place = f"places it in {listed[name]}" if name in listed else "does not list it"
+                raise UserError(
+                    f"{path} holds {name}, but {INDEX} {place}. The index is another's."
+                )
+            found[name] = tensor
+    lost = sorted(set(listed) - set(found))
+    if lost:
+        raise UserError(
+            f"{folder / listed[lost[0]]} lacks {lost[0]}, which {INDEX} places in it"
+            + (f" (and {len(lost) - 1} more)" if len(lost) > 1 else "")
+            + ". The index or the file is another's."
+        )
+    return found
+
+
+def companions(directory: Path) -> tuple[list[Path], list[Path]]:
+    """The files that travel with the weights, and those that stay behind.
+
+    Returns:
+        ``config.json``, tokenizer, templates, generation config and whatever else is small text;
+        and the rest (weights in other formats, folders, hidden files).
+    """
+    taken, left = [], []
+    for path in sorted(directory.iterdir()):
+        weights = path.suffix in (".safetensors", *_OTHER_WEIGHTS) or path.name.endswith(
+            tuple(f"{suffix}.index.json" for suffix in (".safetensors", *_OTHER_WEIGHTS))
+        )
+        if path.is_dir():
+            wanted = path.name == "additional_chat_templates"
+        else:
+            wanted = not weights and not path.name.startswith(".")
+        if wanted:
+            taken.append(path)
+        elif path.suffix != ".safetensors" and path.name != INDEX:
+            left.append(path)
+    return taken, left
+
+
+def copy_companions(source: Path, target: Path, leave: Iterable[str] = ()) -> list[str]:
+    """Copy what travels with the weights; returns the names that stayed behind."""
+    taken, left = companions(source)
+    for path in taken:
+        if path.name in leave:
+            continue
+        if path.is_dir():
+            shutil.copytree(path, target / path.name)
+        else:
+            shutil.copyfile(path, target / path.name)
+    return [path.name for path in left]
+
+
+# --- writing -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor's place in the files to write: name, file name, first byte, shape and dtype."""
+
+    name: str
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file to write: its name, its header with length in front, and its size in bytes."""
+
+    name: str
+    header: bytes
+    size: int
+
+
+def plan_shards(
+    tensors: Sequence[tuple[str, tuple[int, ...], str]], max_bytes: int
+) -> tuple[tuple[Shard, ...], tuple[Target, ...]]:
+    """Lay tensors out in files of at most ``max_bytes``, a larger tensor alone in its file.
+
+    Args:
+        tensors: Names, shapes and torch dtype names, in the order in which they are written.
+        max_bytes: Largest file, header not counted.
+
+    Returns:
+        The files and every tensor's place, in the given order.
+    """
+    groups: list[list[tuple[str, tuple[int, ...], str]]] = []
+    room = 0
+    for tensor in tensors:
+        size = tensor_bytes(tensor[1], tensor[2])
+        if size > room or not groups:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(tensor)
+        room -= size
+    shards, targets = [], []
+    for number, group in enumerate(groups, 1):
+        many = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = SINGLE if len(groups) == 1 else many
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        starts = []
+        for name, shape, dtype in group:
+            size = tensor_bytes(shape, dtype)
+            header[name] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [at, at + size],
+            }
+            starts.append(at)
+            at += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        head = struct.pack("<Q", len(text)) + text
+        shards.append(Shard(file, head, len(head) + at))
+        targets += [
+            Target(name, file, len(head) + start, shape, dtype)
+            for (name, shape, dtype), start in zip(group, starts, strict=True)
+        ]
+    return tuple(shards), tuple(targets)
+
+
+def create_shards(folder: Path, shards: Iterable[Shard]) -> None:
+    """Create the files with their headers and their full size."""
+    for shard in shards:
+        with (folder / shard.name).open("wb") as handle:
+            handle.write(shard.header)
+            handle.truncate(shard.size)
+
+
+class ShardWriter:
+    """Fills tensors into the files of `create_shards`; several processes may do so at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+
+    def write(self, target: Target, copy: Copy, buffer: bytearray) -> int:
+        """Write one tensor; returns its bytes."""
+        fd = self._open.get(target.file)
+        if fd is None:
+            fd = self._open[target.file] = os.open(self._folder / target.file, os.O_WRONLY)
+        at = target.offset
+        for block in copy.blocks(0, rows_of(target.shape), buffer):
+            at += write_all(fd, block, at)
+        expected = tensor_bytes(target.shape, target.dtype)
+        assert at - target.offset == expected, (target, at - target.offset, expected)
+        return expected
+
+    def close(self) -> None:
+        """Bring everything to the disk."""
+        while self._open:
+            fd = self._open.popitem()[1]
+            os.fsync(fd)
+            os.close(fd)
+
+
+def write_all(fd: int, block: memoryview, at: int) -> int:
+    """Write a whole block at a place of a file; returns its length."""
+    done = 0
+    while done < len(block):
+        done += os.pwrite(fd, block[done:], at + done)
+    return done
+
+
+def write_index(folder: Path, targets: Sequence[Target]) -> None:
+    """The index of the shards; none where there is one file only."""
+    if all(target.file == SINGLE for target in targets):
+        return
+    total = sum(tensor_bytes(target.shape, target.dtype) for target in targets)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {target.name: target.file for target in sorted(targets, key=_by_name)},
+    }
+    atomic_write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _by_name(target: Target) -> str:
+    return target.name
+
+
+def write_dtype(folder: Path, dtype: str) -> str | None:
+    """Make ``config.json`` name the dtype of the weights; says what was changed, None for nothing.
+
+    The key keeps its spelling: ``torch_dtype``, or ``dtype`` since transformers 5.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    before = config.get(key)
+    if before == dtype:
+        return None
+    config[key] = dtype
+    atomic_write(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    return f"config.json: {key} {before!r} -> {dtype!r}, the dtype of the weights"
+
+
+def parse_size(text: str, flag: str) -> int:
+    """``5GB``, ``500MB``, ``2GiB``, ``4096`` in bytes.
+
+    Raises:
+        UserError: Not a size.
+    """
+    units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+             "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+    number = text.strip().lower()
+    unit = number.lstrip("0123456789._")
+    try:
+        size = int(float(number[: len(number) - len(unit)]) * units[unit.strip()])
+    except (KeyError, ValueError):
+        size = 0
+    if size < 1:
+        raise UserError(f"{flag} {text}: not a size; write it like 5GB, 500MB or 2GiB")
+    return size
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse to start what the disk cannot hold.
+
+    Raises:
+        UserError: Both numbers are in the message.
+    """
+    where = folder
+    while not where.exists():
+        where = where.parent
+    free = shutil.disk_usage(where).free
+    if free < needed:
+        raise UserError(
+            f"{folder}: {human_bytes(needed)} are needed, {human_bytes(free)} are free on that "
+            f"disk. Make room or name another disk."
+        )
+
+
+def dtype_of(tensors: Mapping[str, Stored]) -> str:
+    """The dtype that most of the bytes have."""
+    by: dict[str, int] = {}
+    for tensor in tensors.values():
+        by[tensor.dtype] = by.get(tensor.dtype, 0) + tensor.nbytes
+    return max(by, key=lambda dtype: (by[dtype], ITEM_SIZE[dtype])) if by else "float32"

@@ -1,0 +1,226 @@
+"""What Megatron-Core would save for a model: every checkpoint key, with its place in the whole.
+
+The model is built without data (on torch's meta device), for one rank and without process groups,
+and asked for its ``sharded_state_dict``. That takes seconds and a gigabyte of imports, so
+`checkpoint_layout` does it in a process of its own, which sees no GPU and is gone before the first
+weight is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch.util import UserError
+
+if TYPE_CHECKING:
+    from megatron_patch.models.family import ModelSpec
+
+#: What `sharded_state_dict` is told in training too (`training/checkpointing.py:
+#: _build_sharded_state_dict_metadata`); stored with a checkpoint as its content metadata.
+CONTENT_METADATA = (("singleton_local_shards", False), ("chained_optim_avoid_prefix", True))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor of the model stands in the checkpoint.
+
+    Attributes:
+        key: Checkpoint key. Layers of the same kind share one, and so do experts.
+        global_shape: Shape of everything under the key.
+        offset: Where this tensor starts in it, one number a dimension.
+        shape: The tensor's own shape; its axes are the last ones of ``global_shape``.
+        cuts: Row numbers at which Megatron-Core starts a new chunk (gate and up are two).
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    cuts: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """Everything that a checkpoint of a model's weights consists of.
+
+    Attributes:
+        tensors: Name in the state dict -> its place.
+        objects: Unique keys of bookkeeping entries (``..._extra_state/shard_0_4``).
+    """
+
+    tensors: dict[str, Place]
+    objects: tuple[str, ...]
+
+
+def checkpoint_layout(hf_dir: str | os.PathLike[str]) -> CheckpointLayout:
+    """Ask Megatron-Core, in a process without GPU.
+
+    Args:
+        hf_dir: Directory with ``config.json``.
+
+    Raises:
+        UserError: Megatron-Core refuses the model or is not usable; the end of its output is in
+            the message.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", __name__, str(hf_dir)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        tail = "\n".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-8:])
+        raise UserError(f"Megatron-Core could not lay out the model of {hf_dir}:\n{tail}")
+    # Imports print; the answer is the last line.
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return CheckpointLayout(
+        {
+            name: Place(key, *(tuple(numbers) for numbers in rest))
+            for name, (key, *rest) in answer["tensors"].items()
+        },
+        tuple(answer["objects"]),
+    )
+
+
+def parse_model(spec: ModelSpec, **more: Any) -> argparse.Namespace:
+    """Megatron's own parser and validation on a model's arguments, for one CPU rank.
+
+    Args:
+        spec: The resolved model.
+        **more: Further argument dests, which win.
+    """
+    from megatron.training.arguments import add_megatron_arguments, validate_args
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    run = {
+        "micro_batch_size": 1,
+        "seq_length": spec.args["max_position_embeddings"],
+        "transformer_impl": "transformer_engine",
+        "use_cpu_initialization": True,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_swiglu_fusion": False,
+        "bias_dropout_fusion": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "train_iters": 1,
+        "lr": 1e-3,
+    }
+    parser.set_defaults(**{**run, **spec.args, **more})
+    args = parser.parse_args([])
+    args.rank, args.world_size, args.local_rank = 0, 1, 0
+    validate_args(args)
+    return args
+
+
+class _Alone:
+    """A process group of one rank, without a process group."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def _state_dict(spec: ModelSpec) -> dict[str, Any]:
+    """`sharded_state_dict` of the model on the meta device."""
+    import dataclasses
+
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_patch.training.model import model_config
+
+    for kind in ("tensor", "pipeline", "expert"):
+        getattr(parallel_state, f"set_{kind}_model_parallel_rank")(0)
+        getattr(parallel_state, f"set_{kind}_model_parallel_world_size")(1)
+    config = model_config(parse_model(spec), spec)
+    config.transformer.init_model_with_meta_device = True
+    config.transformer.perform_initialization = False
+    alone = _Alone()
+    fields = dataclasses.fields(ProcessGroupCollection)
+    groups = ProcessGroupCollection(**{field.name: alone for field in fields})
+    with torch.device("meta"):
+        builder = config.get_builder_cls()(config)
+        model = builder.build_model(groups, pre_process=True, post_process=True)
+        state: dict[str, Any] = model.sharded_state_dict(
+            metadata={**dict(CONTENT_METADATA), "dp_cp_group": alone}
+        )
+    return state
+
+
+def _places(state: dict[str, Any]) -> CheckpointLayout:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+
+    tensors: dict[str, Place] = {}
+    objects = []
+    for name, entry in state.items():
+        if isinstance(entry, ShardedObject):
+            objects.append(entry.unique_key)
+            continue
+        shards = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+        first = shards[0]
+        axis = len(first.global_shape) - len(first.local_shape)
+        cuts, rows = [], 0
+        for shard in shards:
+            expected = list(first.global_offset)
+            if len(shard.local_shape):
+                expected[axis] += rows
+            if shard.key != first.key or list(shard.global_offset) != expected:
+                raise UserError(f"{name}: its shards do not follow one another: {shards}")
+            cuts.append(rows)
+            rows += shard.local_shape[0] if len(shard.local_shape) else 1
+        shape = (rows, *first.local_shape[1:]) if len(first.local_shape) else ()
+        tensors[name] = Place(
+            first.key,
+            tuple(first.global_shape),
+            tuple(first.global_offset),
+            tuple(shape),
+            tuple(cuts),
+        )
+    return CheckpointLayout(tensors, tuple(objects))
+
+
+def main(argv: list[str]) -> int:
+    """The process of its own: one JSON line on standard output."""
+    from megatron_patch.models.registry import get_family, load_config
+    from megatron_patch.platform import cpu, torch_backend
+
+    (directory,) = argv
+    hf = load_config(directory)
+    spec = get_family(hf.model_type).resolve(hf)
+    sys.argv = sys.argv[:1]
+    cpu.enable()
+    torch_backend.enable()
+    layout = _places(_state_dict(spec))
+    tensors = {
+        name: [p.key, p.global_shape, p.offset, p.shape, p.cuts]
+        for name, p in layout.tensors.items()
+    }
+    print()
+    print(json.dumps({"tensors": tensors, "objects": layout.objects}))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,488 @@
+"""The plan of a conversion: every tensor of both sides exactly once, before a weight is read.
+
+Three lists meet: the family's rules, what Megatron-Core would save (`meta_model`), and what the
+source holds (safetensors headers or a checkpoint's metadata). Gaps, overlaps and leftovers of any
+of them are errors here, so that the streaming that follows cannot end in half a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch.convert import dist_io, hf_io, layout, rules
+from megatron_patch.convert.dist_io import Checkpoint, RegionRows
+from megatron_patch.convert.hf_io import Shard, Stored, Target
+from megatron_patch.convert.meta_model import CheckpointLayout, Place, checkpoint_layout
+from megatron_patch.convert.rows import (
+    Copy,
+    Files,
+    forward_copy,
+    inverse_copy,
+    tensor_bytes,
+)
+from megatron_patch.convert.rules import EMBEDDING, HEAD, PadVocab, Rule
+from megatron_patch.util import UserError, human_bytes
+
+if TYPE_CHECKING:
+    from megatron_patch.models.family import ModelSpec
+
+#: What `hf2mcore` remembers beside the configuration, for the way back.
+RECORD = "conversion.json"
+
+_FLOAT = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One Megatron tensor and the HF tensors that belong to it.
+
+    Attributes:
+        rule: How they belong together.
+        place: Where the Megatron tensor stands in the checkpoint.
+        given: dtype in the source.
+        dtype: dtype in the result.
+    """
+
+    rule: Rule
+    place: Place
+    given: str
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the Megatron tensor in the result's dtype."""
+        return tensor_bytes(self.place.shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """What a conversion leaves behind: what, how many bytes, why."""
+
+    what: str
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class ImportPlan:
+    """HF -> Megatron.
+
+    Attributes:
+        hf_dir: Source.
+        spec: The model.
+        stored: The source's tensors.
+        steps: In the order of the source's files.
+        objects: Bookkeeping entries that a checkpoint of this model has.
+        skipped: What is not written.
+        notes: What a user should know.
+        tied_head: Whether the source repeats the embedding as output layer.
+    """
+
+    hf_dir: Path
+    spec: ModelSpec
+    stored: Mapping[str, Stored]
+    steps: tuple[Step, ...]
+    objects: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+    notes: tuple[str, ...]
+    tied_head: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are written."""
+        return sum(step.nbytes for step in self.steps)
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Checkpoint key -> shape and dtype."""
+        return {step.place.key: (step.place.global_shape, step.dtype) for step in self.steps}
+
+    def copy(self, step: Step, files: Files) -> Copy:
+        """The Megatron tensor of a step."""
+        sources = tuple(self.stored[name].rows(files) for name in step.rule.hf)
+        return forward_copy(step.rule.operation, sources, step.place.shape, step.dtype)
+
+    def fingerprint(self) -> str:
+        """Changes with everything that decides what is written where."""
+        return _digest([[s.place.key, s.place.offset, s.place.shape, s.dtype] for s in self.steps])
+
+    def lines(self) -> Iterator[str]:
+        """The plan for people, one line a tensor."""
+        for step in self.steps:
+            yield (
+                f"{' + '.join(step.rule.hf)} -> {_where(step.place)} {list(step.place.shape)} "
+                f"{_cast(step)} {_name(step.rule)} {human_bytes(step.nbytes)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """One HF tensor to write: its place, the step that it belongs to, and which part it is."""
+
+    target: Target
+    step: Step
+    part: int
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Megatron -> HF.
+
+    Attributes:
+        checkpoint: Source.
+        hf_dir: Where configuration and tokenizer come from.
+        spec: The model.
+        steps: One a Megatron tensor.
+        shards: The files to write.
+        exports: One a HF tensor, in the order of the files.
+        skipped: What is not written.
+        notes: What a user should know.
+    """
+
+    checkpoint: Checkpoint
+    hf_dir: Path
+    spec: ModelSpec
+    steps: tuple[Step, ...]
+    shards: tuple[Shard, ...]
+    exports: tuple[Export, ...]
+    skipped: tuple[Skipped, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are written."""
+        return sum(tensor_bytes(e.target.shape, e.target.dtype) for e in self.exports)
+
+    def copy(self, export: Export, files: Files) -> Copy:
+        """An HF tensor."""
+        place = export.step.place
+        region = RegionRows(files, self.checkpoint.tensors[place.key], place.offset, place.shape)
+        operation = export.step.rule.operation
+        target = export.target
+        return inverse_copy(operation, region, export.part, target.shape, target.dtype)
+
+    def fingerprint(self) -> str:
+        """Changes with everything that decides what is written where."""
+        return _digest([[e.target.name, e.target.file, e.target.offset, e.target.dtype]
+                        for e in self.exports])  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """The plan for people, one line a tensor."""
+        for export in self.exports:
+            step, target = export.step, export.target
+            size = tensor_bytes(target.shape, target.dtype)
+            yield (
+                f"{_where(step.place)} -> {target.name} {list(target.shape)} {_cast(step)} "
+                f"{_name(step.rule)} {human_bytes(size)} in {target.file}"
+            )
+
+
+def plan_import(
+    hf_dir: str | os.PathLike[str],
+    dtype: str | None = None,
+    *,
+    lay_out: Callable[[Path], CheckpointLayout] = checkpoint_layout,
+) -> ImportPlan:
+    """Plan HF -> Megatron.
+
+    Args:
+        hf_dir: Model directory with safetensors files.
+        dtype: torch dtype name for floating tensors; None keeps the files'.
+        lay_out: Asks Megatron-Core.
+
+    Raises:
+        UserError: The directory, its config and Megatron-Core do not agree on every tensor.
+    """
+    folder = Path(hf_dir)
+    spec = resolve(folder)
+    stored = hf_io.read_model(folder)
+    places = lay_out(folder)
+    given = {name for name in stored if not rules.DERIVED.search(name)}
+    skipped = [
+        Skipped(name, stored[name].nbytes, "recomputed from config.json")
+        for name in sorted(set(stored) - given)
+    ]
+    all_rules = rules.spec_rules(spec)
+    tied_head = spec.tied and HEAD in given
+    if tied_head:
+        given.discard(HEAD)
+        skipped.append(Skipped(HEAD, stored[HEAD].nbytes, f"tied: the same as {EMBEDDING}"))
+    named = {name for rule in all_rules for name in rule.hf}
+    rules.refuse_differences(f"{folder}", given, named)
+    for rule in all_rules:
+        for name, shape in zip(rule.hf, rule.shapes, strict=True):
+            _same_shape(f"{stored[name].path}: {name}", stored[name].shape, shape)
+    steps = []
+    for rule, place in _joined(all_rules, places):
+        kinds = {stored[name].dtype for name in rule.hf}
+        if len(kinds) > 1 and not (dtype and kinds <= set(_FLOAT)):
+            raise UserError(
+                f"{' and '.join(rule.hf)} become one tensor, but are {' and '.join(sorted(kinds))}"
+                f". Save the model in one dtype."
+            )
+        steps.append(_step(rule, place, stored[rule.hf[0]].dtype, dtype))
+    _one_dtype_a_key(steps)
+    steps.sort(key=lambda step: (stored[step.rule.hf[0]].path, stored[step.rule.hf[0]].offset))
+    return ImportPlan(
+        folder, spec, stored, tuple(steps), places.objects, tuple(skipped), _notes(spec), tied_head
+    )
+
+
+def plan_export(
+    mcore_dir: str | os.PathLike[str],
+    hf_dir: str | os.PathLike[str] | None = None,
+    dtype: str | None = None,
+    max_shard: int = 5 * 10**9,
+    *,
+    lay_out: Callable[[Path], CheckpointLayout] = checkpoint_layout,
+) -> ExportPlan:
+    """Plan Megatron -> HF.
+
+    Args:
+        mcore_dir: A step's directory, its parent, or a run directory.
+        hf_dir: Configuration and tokenizer; None: those beside the checkpoint.
+        dtype: torch dtype name for floating tensors; None keeps the checkpoint's.
+        max_shard: Most bytes in a file.
+        lay_out: Asks Megatron-Core.
+
+    Raises:
+        UserError: Checkpoint, config and Megatron-Core do not agree on every tensor.
+    """
+    folder = dist_io.find_checkpoint(mcore_dir)
+    source = Path(hf_dir) if hf_dir is not None else find_hf(folder)
+    spec = resolve(source)
+    checkpoint = dist_io.read_checkpoint(folder)
+    all_rules = rules.spec_rules(spec)
+    steps, notes, used = [], [], set()
+    missing = []
+    for rule, place in _joined(all_rules, lay_out(source)):
+        found = locate(place, checkpoint)
+        if found is None:
+            missing.append(place.key)
+            continue
+        entry = checkpoint.tensors[found.key]
+        used.add(found.key)
+        pad = rule.operation
+        if isinstance(pad, PadVocab) and pad.rows <= entry.shape[0] != pad.padded:
+            # Padded by another rule, for example Megatron's own, which depends on TP.
+            rule = replace(rule, operation=PadVocab(spec.true_vocab_size, entry.shape[0]))
+            found = replace(found, global_shape=entry.shape, shape=entry.shape)
+            notes.append(f"{found.key}: padded to {entry.shape[0]} rows by another tool")
+        _same_shape(f"{folder}: {found.key}", entry.shape, found.global_shape)
+        steps.append(_step(rule, found, entry.dtype, dtype))
+    skipped, extra = others(checkpoint, used)
+    if missing or extra:
+        rules.refuse_differences(f"{folder}", used | set(extra), used | set(missing))
+    tensors, origins = _hf_tensors(steps, spec, source)
+    shards, targets = hf_io.plan_shards(tensors, max_shard)
+    exports = tuple(
+        Export(target, step, part) for target, (step, part) in zip(targets, origins, strict=True)
+    )
+    with Files() as files:
+        for step in steps:
+            place = step.place
+            RegionRows(files, checkpoint.tensors[place.key], place.offset, place.shape)
+    return ExportPlan(
+        checkpoint, source, spec, tuple(steps), shards, exports, tuple(skipped), tuple(notes)
+    )
+
+
+def resolve(folder: Path) -> ModelSpec:
+    """The model of a directory with ``config.json``."""
+    from megatron_patch.models.registry import get_family, load_config
+
+    hf = load_config(folder)
+    return get_family(hf.model_type).resolve(hf)
+
+
+def _notes(spec: ModelSpec) -> tuple[str, ...]:
+    padding = spec.padded_vocab_size - spec.true_vocab_size
+    if not padding:
+        return ()
+    return (
+        f"vocabulary padded from {spec.true_vocab_size} to {spec.padded_vocab_size} rows with "
+        f"zeros, the same at every TP; they never enter softmax and are dropped on the way back",
+    )
+
+
+def find_hf(step: Path) -> Path:
+    """The configuration that travels with a checkpoint: ``hf`` beside it, or in its run directory.
+
+    Raises:
+        UserError: None is there.
+    """
+    for folder in (step, step.parent, step.parent.parent):
+        if (folder / "hf" / "config.json").exists():
+            return folder / "hf"
+    raise UserError(
+        f"{step}: no hf/config.json in it or beside it, so the model is unknown. Name the original "
+        f"Hugging Face directory with --hf-dir."
+    )
+
+
+def _joined(all_rules: Sequence[Rule], places: CheckpointLayout) -> Iterator[tuple[Rule, Place]]:
+    """Every rule with its place; every place is used."""
+    left = set(places.tensors)
+    for rule in all_rules:
+        name = layout.checkpoint_key(rule.name)
+        place = places.tensors.get(name)
+        if place is None:
+            raise UserError(f"Megatron-Core's model has no {name}, which a weight rule makes.")
+        left.discard(name)
+        _same_shape(f"Megatron-Core's {name}", place.shape, rules.megatron_shape(rule))
+        yield rule, place
+    if left:
+        some = ", ".join(sorted(left)[:5])
+        raise UserError(f"no weight rule makes {len(left)} of Megatron-Core's tensors: {some}")
+
+
+def _same_shape(what: str, found: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(found) != tuple(expected):
+        raise UserError(
+            f"{what} is {list(found)}, but config.json says {list(expected)}. The weights and the "
+            f"config belong to different models."
+        )
+
+
+def _step(rule: Rule, place: Place, given: str, dtype: str | None) -> Step:
+    changes = dtype is not None and given in _FLOAT and not rule.keeps_dtype
+    return Step(rule, place, given, dtype if changes and dtype is not None else given)
+
+
+def _one_dtype_a_key(steps: Sequence[Step]) -> None:
+    """A key has one dtype for all layers."""
+    seen: dict[str, Step] = {}
+    for step in steps:
+        first = seen.setdefault(step.place.key, step)
+        if first.dtype != step.dtype:
+            raise UserError(
+                f"{first.rule.hf[0]} is {first.dtype} and {step.rule.hf[0]} is {step.dtype}; both "
+                f"are stored under {step.place.key}, which has one dtype. Choose it with --dtype."
+            )
+
+
+def locate(place: Place, checkpoint: Checkpoint) -> Place | None:
+    """A tensor's place, also where layers are stacked that Megatron-Core would not stack now."""
+    if place.key in checkpoint.tensors:
+        return place
+    pieces = place.key.split(".layers.", 1)
+    if len(pieces) < 2:
+        return None
+    head, tail = pieces
+    number, _, rest = tail.partition(".")
+    if number.isdecimal():  # one key a layer expected: look for all layers under one
+        entry = checkpoint.tensors.get(f"{head}.layers.{rest}")
+        if entry is None:
+            return None
+        return replace(
+            place,
+            key=entry.key,
+            global_shape=(entry.shape[0], *place.global_shape),
+            offset=(int(number), *place.offset),
+        )
+    key = f"{head}.layers.{place.offset[0]}.{tail}"
+    if key not in checkpoint.tensors:
+        return None
+    return replace(place, key=key, global_shape=place.global_shape[1:], offset=place.offset[1:])
+
+
+def others(checkpoint: Checkpoint, used: set[str]) -> tuple[list[Skipped], list[str]]:
+    """What a checkpoint holds besides the weights: counted by kind, or a leftover."""
+    from megatron_patch.patches.strict_load import is_extra_state
+
+    sizes: dict[str, list[int]] = {}
+    extra = []
+    for key, entry in checkpoint.tensors.items():
+        if key in used:
+            continue
+        kind = _kind(key)
+        if kind is None and is_extra_state(key):
+            kind = "_extra_state"
+        if kind is None:
+            extra.append(key)
+        else:
+            sizes.setdefault(kind, []).append(entry.nbytes)
+    for key, record in checkpoint.objects.items():
+        name = key.rsplit("/shard_", 1)[0]
+        kind = "_extra_state" if is_extra_state(name) else _kind(name) or name
+        sizes.setdefault(kind, []).append(record.length)
+    why = {
+        "optimizer": "optimizer state: not part of a model",
+        "_extra_state": "bookkeeping of low-precision kernels",
+        dist_io.COMMON: "arguments and counters of the run",
+    }
+    return [
+        Skipped(f"{kind} ({len(counts)} entries)", sum(counts), why.get(kind, "state of the run"))
+        for kind, counts in sorted(sizes.items())
+    ], extra
+
+
+def _kind(key: str) -> str | None:
+    """Which part of a training checkpoint a key belongs to; None for weights."""
+    first, _, rest = key.partition(".")
+    if first.startswith("chained_"):
+        first = rest.partition(".")[0]
+    known = ("optimizer", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+    return first if first in known else None
+
+
+def _hf_tensors(
+    steps: Sequence[Step], spec: ModelSpec, source: Path
+) -> tuple[list[tuple[str, tuple[int, ...], str]], list[tuple[Step, int]]]:
+    tensors, origins = [], []
+    twice = spec.tied and had_tied_head(source)
+    for step in steps:
+        for part, (name, shape) in enumerate(zip(step.rule.hf, step.rule.shapes, strict=True)):
+            tensors.append((name, shape, step.dtype))
+            origins.append((step, part))
+            if twice and name == EMBEDDING:
+                tensors.append((HEAD, shape, step.dtype))
+                origins.append((step, part))
+    return tensors, origins
+
+
+def had_tied_head(source: Path) -> bool:
+    """Whether a tied model's files repeated the embedding as output layer."""
+    record = source / RECORD
+    if record.exists():
+        return bool(json.loads(record.read_text(encoding="utf-8")).get("tied_head", False))
+    if (source / hf_io.INDEX).exists() or any(source.glob("*.safetensors")):
+        return HEAD in hf_io.read_model(source)
+    return False
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _where(place: Place) -> str:
+    lead = place.offset[: len(place.global_shape) - len(place.shape)]
+    return place.key + (f"[{', '.join(map(str, lead))}]" if lead else "")
+
+
+def _cast(step: Step) -> str:
+    return step.dtype if step.dtype == step.given else f"{step.given} -> {step.dtype}"
+
+
+def _name(rule: Rule) -> str:
+    return type(rule.operation).__name__
+
+
+def split(sizes: Sequence[int], parts: int) -> list[range]:
+    """Consecutive items in ``parts`` groups of about the same number of bytes."""
+    total, at, groups = sum(sizes), 0, []
+    begin, seen = 0, 0
+    for number in range(1, parts + 1):
+        while at < len(sizes) and (
+            number == parts or seen + sizes[at] / 2 <= total * number / parts
+        ):
+            seen += sizes[at]
+            at += 1
+        groups.append(range(begin, at))
+        begin = at
+    return groups

@@ -1,0 +1,359 @@
+"""Moving rows of tensors from file to file, without holding a tensor.
+
+A rule (`rules`) says how whole tensors become other whole tensors. All but a few only move rows:
+they join, split or interleave them, or add rows of zeros. For those the operation is run once on
+row numbers instead of rows, which gives the runs of rows to copy; `copy` then moves bytes through
+one buffer of fixed size, whatever the tensor's. Other operations get whole tensors.
+
+A row is everything under one index of the first axis; a scalar counts as one row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_patch.util import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_patch.convert.rules import Operation
+
+#: Bytes a buffer holds. Small enough for a core's cache, large enough to make few system calls.
+BUFFER = 4 << 20
+
+#: torch dtype name -> bytes an element.
+ITEM_SIZE = MappingProxyType(
+    {
+        "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+        "float8_e4m3fn": 1, "float8_e5m2": 1,
+        "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    }
+)  # fmt: skip
+
+#: What ``--dtype`` takes.
+DTYPE_NAMES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive rows.
+
+    Attributes:
+        part: Which source they come from; None: rows of zeros.
+        start: First row in the source.
+        count: How many.
+    """
+
+    part: int | None
+    start: int
+    count: int
+
+
+class Rows(Protocol):
+    """A tensor somewhere in files, readable by rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+
+    @property
+    def dtype(self) -> str:
+        """Its torch dtype name."""
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """Put rows ``start`` to ``stop`` into a buffer of exactly their size, in row-major order.
+
+        Raises:
+            UserError: The file ends before.
+        """
+
+
+class Files:
+    """Open files for reading, each opened once."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def read(self, path: Path, offset: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``offset`` on.
+
+        Raises:
+            UserError: The file is missing or ends before.
+        """
+        fd = self._open.get(path)
+        if fd is None:
+            try:
+                fd = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise UserError(f"{path}: {error.strerror}") from None
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            self._open[path] = fd
+        done = 0
+        while done < len(into):
+            got = os.preadv(fd, [into[done:]], offset + done)
+            if not got:
+                raise UserError(
+                    f"{path} ends at byte {offset + done}, in the middle of a tensor. The file is "
+                    f"cut off: copy or download it again."
+                )
+            done += got
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class FileRows:
+    """A tensor that stands in one file in row-major order.
+
+    Attributes:
+        files: Open files.
+        path: The file.
+        offset: Its first byte.
+        shape: Shape of the tensor.
+        dtype: torch dtype name.
+    """
+
+    files: Files
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """See `Rows`."""
+        self.files.read(self.path, self.offset + start * row_bytes(self.shape, self.dtype), into)
+
+
+def rows_of(shape: Sequence[int]) -> int:
+    """Number of rows."""
+    return shape[0] if shape else 1
+
+
+def row_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of one row."""
+    return prod(shape[1:]) * ITEM_SIZE[dtype]
+
+
+def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of the tensor."""
+    return prod(shape) * ITEM_SIZE[dtype]
+
+
+def moves_rows(operation: Operation) -> bool:
+    """Whether the operation only moves rows, so that row numbers tell all."""
+    return bool(getattr(operation, "rowwise", False))
+
+
+@lru_cache(maxsize=4096)
+def forward_runs(operation: Operation, rows: tuple[int, ...]) -> tuple[Run, ...]:
+    """The Megatron tensor's rows, in order, as runs of the HF tensors' rows.
+
+    Args:
+        operation: One for which `moves_rows` holds.
+        rows: Number of rows of each HF tensor.
+    """
+    import torch
+
+    # 0 stays for rows that the operation adds.
+    first = 1
+    numbers = []
+    for count in rows:
+        numbers.append(torch.arange(first, first + count))
+        first += count
+    return _runs(operation.forward(tuple(numbers)).tolist(), rows)
+
+
+@lru_cache(maxsize=4096)
+def inverse_runs(operation: Operation, rows: int) -> tuple[tuple[Run, ...], ...]:
+    """For each HF tensor its rows, in order, as runs of the Megatron tensor's rows."""
+    import torch
+
+    parts = operation.inverse(torch.arange(1, rows + 1))
+    return tuple(_runs(part.tolist(), (rows,)) for part in parts)
+
+
+def _runs(numbers: list[int], rows: tuple[int, ...]) -> tuple[Run, ...]:
+    ends, total = [], 0
+    for count in rows:
+        total += count
+        ends.append(total)
+    found: list[Run] = []
+    begin = 0
+    while begin < len(numbers):
+        end = begin + 1
+        first = numbers[begin]
+        if first == 0:
+            while end < len(numbers) and numbers[end] == 0:
+                end += 1
+            found.append(Run(None, 0, end - begin))
+        else:
+            part = next(k for k, last in enumerate(ends) if first <= last)
+            while end < len(numbers) and numbers[end] == first + end - begin <= ends[part]:
+                end += 1
+            before = ends[part] - rows[part]
+            found.append(Run(part, first - before - 1, end - begin))
+        begin = end
+    return tuple(found)
+
+
+def part_of(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
+    """The runs of rows ``start`` to ``stop`` of what ``runs`` describe."""
+    at = 0
+    for run in runs:
+        low, high = max(start, at), min(stop, at + run.count)
+        if low < high:
+            begin = run.start + low - at if run.part is not None else 0
+            yield Run(run.part, begin, high - low)
+        at += run.count
+
+
+def blocks(
+    runs: Sequence[Run],
+    sources: Sequence[Rows],
+    shape: Sequence[int],
+    dtype: str | None,
+    buffer: bytearray,
+) -> Iterator[memoryview]:
+    """The rows that ``runs`` describe, in order, in blocks that fit the buffer.
+
+    Args:
+        runs: Rows of ``sources``.
+        sources: All of one dtype and one row shape.
+        shape: Shape of the result; only its row shape counts.
+        dtype: torch dtype name to round to; None keeps the sources'.
+        buffer: Reused for every block; grown where a row is larger.
+
+    Yields:
+        Bytes that are valid until the next one is asked for.
+    """
+    given = sources[0].dtype
+    size = row_bytes(shape, given)
+    if len(buffer) < size:
+        buffer.extend(bytes(size - len(buffer)))
+    at = 0
+    view = memoryview(buffer)
+    try:
+        for run in runs:
+            begin = run.start
+            left = run.count
+            while left:
+                count = min(left, (len(buffer) - at) // size) if size else left
+                if not count:
+                    yield _cast(view[:at], given, dtype)
+                    at = 0
+                    continue
+                block = view[at : at + count * size]
+                if run.part is None:
+                    block[:] = bytes(len(block))
+                else:
+                    sources[run.part].read(begin, begin + count, block)
+                at += count * size
+                begin += count
+                left -= count
+        if at:
+            yield _cast(view[:at], given, dtype)
+    finally:
+        view.release()
+
+
+def whole(source: Rows) -> Tensor:
+    """The tensor itself, for operations that need more than row numbers."""
+    import torch
+
+    data = bytearray(tensor_bytes(source.shape, source.dtype))
+    if not data:
+        return torch.empty(source.shape, dtype=getattr(torch, source.dtype))
+    source.read(0, rows_of(source.shape), memoryview(data))
+    return torch.frombuffer(data, dtype=getattr(torch, source.dtype)).reshape(source.shape)
+
+
+def bytes_of(tensor: Tensor, dtype: str | None) -> memoryview:
+    """A tensor's bytes in row-major order, rounded to ``dtype`` first where one is given."""
+    import torch
+
+    if dtype is not None:
+        tensor = tensor.to(getattr(torch, dtype))
+    flat = tensor.contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def _cast(block: memoryview, given: str, dtype: str | None) -> memoryview:
+    if dtype is None or dtype == given or not len(block):
+        return block
+    import torch
+
+    return bytes_of(torch.frombuffer(block, dtype=getattr(torch, given)), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One tensor to write: where its rows come from.
+
+    Attributes:
+        sources: What is read.
+        runs: Rows of the result; empty where ``make`` gives it.
+        make: Computes the whole result, for operations that do more than move rows.
+        shape: The result's shape.
+        dtype: The result's torch dtype name.
+    """
+
+    sources: tuple[Rows, ...]
+    runs: tuple[Run, ...]
+    make: Callable[[tuple[Tensor, ...]], Tensor] | None
+    shape: tuple[int, ...]
+    dtype: str
+
+    def blocks(self, start: int, stop: int, buffer: bytearray) -> Iterator[memoryview]:
+        """Bytes of rows ``start`` to ``stop`` of the result, see `blocks`."""
+        if self.make is None:
+            yield from blocks(
+                tuple(part_of(self.runs, start, stop)),
+                self.sources,
+                self.shape,
+                self.dtype,
+                buffer,
+            )
+        else:
+            result = self.make(tuple(whole(source) for source in self.sources))
+            yield bytes_of(result[start:stop] if result.ndim else result, self.dtype)
+
+
+def forward_copy(
+    operation: Operation, sources: tuple[Rows, ...], shape: tuple[int, ...], dtype: str
+) -> Copy:
+    """The Megatron tensor of HF tensors."""
+    if moves_rows(operation):
+        runs = forward_runs(operation, tuple(rows_of(source.shape) for source in sources))
+        return Copy(sources, runs, None, shape, dtype)
+    return Copy(sources, (), operation.forward, shape, dtype)
+
+
+def inverse_copy(
+    operation: Operation, source: Rows, part: int, shape: tuple[int, ...], dtype: str
+) -> Copy:
+    """HF tensor number ``part`` of a Megatron tensor."""
+    if moves_rows(operation):
+        runs = inverse_runs(operation, rows_of(source.shape))[part]
+        return Copy((source,), runs, None, shape, dtype)
+
+    def make(parts: tuple[Tensor, ...]) -> Tensor:
+        return operation.inverse(parts[0])[part]
+
+    return Copy((source,), (), make, shape, dtype)

@@ -1,0 +1,133 @@
+"""Converted checkpoints in training: every layout loads them, and the first loss is transformers'.
+
+Upstream's loader reads what `convert` wrote, on forked ranks, through the training entry point and
+`--init-from`. Every sequence of the corpus is the same, so the first batch is known, whatever the
+data's order.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_patch.convert import commands
+from megatron_patch.data.idxmap import Writer
+from megatron_patch.training import metrics
+from tests.dist.harness import RankServer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
+import configs
+
+SEQUENCE = 64
+
+MODELS: dict[str, dict[str, Any]] = {
+    # Tied, biases, padded vocabulary; head_dim other than hidden / heads, QK-norm; experts.
+    "qwen2": configs.QWEN2 | {"num_hidden_layers": 4},
+    "qwen3": configs.QWEN3 | {"num_hidden_layers": 4},
+    "moe": configs.QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1]},
+    "moe-stacked": configs.QWEN3_MOE | {"num_hidden_layers": 2, "mlp_only_layers": []},
+}
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "tp2": (2, ("--tp", "2")),
+    "pp2": (2, ("--pp", "2")),
+    "pp2-vpp2": (2, ("--pp", "2", "--vpp", "2")),
+    "ep2": (2, ("--ep", "2")),
+    "tp2-etp2": (2, ("--tp", "2", "--etp", "2")),
+}
+
+CASES = [
+    *(("qwen2", layout) for layout in ("tp2", "pp2")),
+    *(("qwen3", layout) for layout in ("one", "tp2", "pp2-vpp2")),
+    *(("moe", layout) for layout in ("ep2", "tp2-etp2", "pp2-vpp2")),
+    *(("moe-stacked", layout) for layout in ("tp2", "ep2")),
+]
+
+
+@dataclass(frozen=True)
+class Converted:
+    hf: Path
+    mcore: Path
+    corpus: Path
+    loss: float
+    tensors: dict[str, np.ndarray]
+
+
+def tensors(ranks: RankServer, source: Path, scratch: Path) -> dict[str, np.ndarray]:
+    import torch
+
+    ranks.run("tests.dist.jobs:load_tensors", 1, scratch, source=str(source))
+    state = torch.load(scratch / "tensors.pt", weights_only=True)
+    return {name: value.float().numpy() for name, value in state.items()}
+
+
+@pytest.fixture(scope="module")
+def converted(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A random transformers model, saved by transformers and converted; made when asked for."""
+    made: dict[str, Converted] = {}
+
+    def get(kind: str) -> Converted:
+        if kind not in made:
+            made[kind] = _convert(ranks, kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return get
+
+
+def _convert(ranks: RankServer, kind: str, folder: Path) -> Converted:
+    import torch
+    from check_family import random_hf_model
+
+    config = MODELS[kind]
+    (folder / "config").mkdir()
+    (folder / "config" / "config.json").write_text(json.dumps(config))
+    model = random_hf_model(folder / "config")
+    model.save_pretrained(folder / "hf", max_shard_size="300KB")
+    assert len(list((folder / "hf").glob("*.safetensors"))) > 1
+    rng = np.random.default_rng(3)
+    document = rng.integers(0, config["vocab_size"], SEQUENCE)
+    with Writer(str(folder / "corpus"), np.dtype(np.uint16)) as writer:
+        for _ in range(60):
+            writer.write(document, np.array([SEQUENCE]), np.array([1]))
+        writer.commit()
+    ids = torch.from_numpy(document)[None]
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits, ids[0].roll(-1)).item()
+    status = commands.hf2mcore(
+        ["--input-dir", str(folder / "hf"), "--output-dir", str(folder / "mcore"), "--workers", "2"]
+    )
+    assert status == 0
+    held = tensors(ranks, folder / "mcore" / "release", folder / "plain")
+    return Converted(folder / "hf", folder / "mcore", folder / "corpus", loss, held)
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_training_starts_from_it(
+    kind: str, layout: str, ranks: RankServer, converted: Any, tmp_path: Path
+) -> None:
+    start = converted(kind)
+    world, more = LAYOUTS[layout]
+    argv = [
+        *("--hf-model", str(start.hf), "--data-path", str(start.corpus)),
+        *("--output-dir", str(tmp_path / "run"), "--init-from", str(start.mcore)),
+        *("--seq-length", str(SEQUENCE), "--micro-batch-size", "1", "--global-batch-size", "4"),
+        *("--train-iters", "1", "--lr", "1e-30", "--min-lr", "0", "--warmup-steps", "0"),
+        *("--optimizer", "sgd", "--no-use-distributed-optimizer", "--no-overlap-param-gather"),
+        *("--weight-decay", "0", "--no-save-optim", *more),
+    ]
+    result = ranks.run("tests.dist.jobs:train", world, tmp_path / "job", argv=argv, weights=True)
+    assert result.values == [{"status": 0}] * world
+    (first,) = metrics.read(tmp_path / "run")
+    assert first["lm loss"] == pytest.approx(start.loss, rel=2e-6)
+    weights = tensors(ranks, tmp_path / "job" / "weights", tmp_path / "w")
+    assert sorted(weights) == sorted(start.tensors)
+    for name, value in weights.items():
+        assert np.array_equal(value, start.tensors[name]), name

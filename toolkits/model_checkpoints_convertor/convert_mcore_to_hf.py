@@ -1,0 +1,13 @@
+#!/usr/bin/env python3
+"""`mcore2hf.py` under the name that guides used, with its `--model-type`."""
+
+import sys
+from pathlib import Path
+
+# Runs from a checkout that was not installed, too.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_patch.convert.commands import mcore2hf
+
+if __name__ == "__main__":
+    sys.exit(mcore2hf(sys.argv[1:], model_type=True))
