@@ -6,12 +6,14 @@ around those is here.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +177,9 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             print(f"> {note}", flush=True)
         if output is not None:
             _prepare(output, plan)
-    args = parse(plan)
+    with _in_words():
+        args = parse(plan)
+        config = model_config(args, plan.model)
     metrics.RECORDER = metrics.Recorder(
         output / metrics.FILE if output is not None else None,
         rank=rank,
@@ -185,7 +189,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
     )
     status, word = 0, "finished"
     try:
-        _compat.pretrain(args, model_config(args, plan.model), recipe.datasets, recipe.forward_step)
+        _compat.pretrain(args, config, recipe.datasets, recipe.forward_step)
     except SystemExit as leaving:
         # Upstream's way to stop early, and also its way to give up before the first step.
         status, step = _exit_status(leaving), metrics.RECORDER.iteration
@@ -206,6 +210,19 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
 
     torch.distributed.destroy_process_group()
     return status
+
+
+@contextlib.contextmanager
+def _in_words() -> Iterator[None]:
+    """Upstream's checks of settings are assertions and ValueErrors: messages, not tracebacks."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AssertionError, ValueError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        words = str(error) or f"{last.line} ({last.filename}:{last.lineno})"
+        raise UserError(f"Megatron-Core refuses these settings: {words}") from error
 
 
 def _exit_status(leaving: SystemExit) -> int:

@@ -115,6 +115,17 @@ class RankServer:
         values = [json.loads((directory / f"rank{r}.json").read_text()) for r in range(world_size)]
         return Result(values, logs)
 
+    def processes(self) -> int:
+        """Processes of the parent's session: the parent itself, and whatever its ranks left."""
+        alive = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue  # it ended meanwhile
+            alive += int(fields[3]) == self._process.pid and fields[0] != "Z"
+        return alive
+
     def close(self) -> None:
         """End the parent and whatever it still runs."""
         if self._process.poll() is None:

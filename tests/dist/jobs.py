@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,16 +87,22 @@ def train(
     argv: list[str],
     grads_after: int | None = None,
     weights: bool = False,
+    resave: bool = False,
+    die_in_step: int | None = None,
+    without: list[str] | None = None,
 ) -> dict[str, Any]:
     """Train by the entry point; optionally keep gradients of a step and the final weights.
 
     Args:
         rank: global rank.
         world_size: number of ranks.
-        directory: gets `grads/` and `weights/` as torch_dist.
+        directory: gets `grads/`, `weights/` and `resaved/` as torch_dist.
         argv: the entry point's command line.
         grads_after: number of the step whose reduced gradients are kept.
         weights: whether to keep the weights after the last step.
+        resave: whether to save a checkpoint of what was loaded before the first step.
+        die_in_step: step of this process in which rank 0 kills itself, gradients done.
+        without: patches to leave out.
     """
     import torch
     from megatron.training import training as upstream
@@ -110,13 +118,20 @@ def train(
         step, count = optimizer.step, iter(range(1, 1 << 30))
 
         def recording_step() -> Any:
-            if next(count) == grads_after:
+            number = next(count)
+            if number == die_in_step and rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == grads_after:
                 _save(_canonical(model, lambda p: p.main_grad.float()), directory / "grads")
             return step()
 
         optimizer.step = recording_step
+        if resave:
+            _resave(model, optimizer, scheduler, directory / "resaved")
         return model, optimizer, scheduler
 
+    if without:
+        _leave_out(without)
     destroy = torch.distributed.destroy_process_group
     upstream.setup_model_and_optimizer = set_up
     torch.distributed.destroy_process_group = lambda *_: None  # kept for the work below
@@ -127,12 +142,37 @@ def train(
     return {"status": status}
 
 
+def _resave(model: list[Any], optimizer: Any, scheduler: Any, directory: Path) -> None:
+    """Save by upstream's own function, in another place than the run's."""
+    from megatron.training import get_args
+    from megatron.training.checkpointing import save_checkpoint
+
+    args = get_args()
+    save, args.save = args.save, str(directory)
+    save_checkpoint(args.iteration, model, optimizer, scheduler, 0)
+    args.save = save
+
+
+def _leave_out(names: list[str]) -> None:
+    """Run on the upstream that the named patches mend."""
+    from megatron_patch.patches import registry
+
+    apply = registry.apply
+
+    def apply_others(*args: Any, **kwargs: Any) -> Any:
+        done = apply(*args, **kwargs)
+        registry.revert(names)
+        return done
+
+    registry.apply = apply_others
+
+
 def load_tensors(rank: int, world_size: int, directory: Path, source: str) -> dict[str, Any]:
     """Read a folder written by `train` into one `tensors.pt` of whole tensors."""
     import torch
     from megatron.core.dist_checkpointing.serialization import load_plain_tensors
 
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
-    state = load_plain_tensors(source)
+    state = {k: v for k, v in load_plain_tensors(source).items() if torch.is_tensor(v)}
     torch.save(state, directory / "tensors.pt")
     return {"names": sorted(state)}

@@ -108,6 +108,15 @@ def test_a_mistyped_load(runs: Runs, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_settings_that_upstream_refuses(runs: Runs, tmp_path: Path) -> None:
+    """Its messages, without a traceback; a bare assertion shows the condition."""
+    recompute = ("--recompute-granularity", "selective", "--recompute-modules", "moe_act")
+    argv = runs.command("plain", tmp_path / "run", *recompute)
+    runs.refused(tmp_path / "job", argv, "Megatron-Core refuses", "moe_act in recompute_modules")
+    argv = runs.command("plain", tmp_path / "run", "--weight-decay-incr-style", "linear")
+    runs.refused(tmp_path / "job", argv, "Megatron-Core refuses", "start_weight_decay is not None")
+
+
 def test_weights_from_nowhere(runs: Runs, tmp_path: Path) -> None:
     for place, words in (
         (tmp_path / "nowhere", "no such directory"),

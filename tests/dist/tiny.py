@@ -46,6 +46,16 @@ MODELS = {
     },
 }
 
+#: Odd sizes: parameters and buckets end nowhere near a power of two.
+ODD = COMMON | {
+    "model_type": "qwen3",
+    "tie_word_embeddings": False,
+    "vocab_size": 511,
+    "hidden_size": 72,
+    "intermediate_size": 136,
+    "head_dim": 18,
+}
+
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
     """A Hugging Face directory that holds a configuration only."""

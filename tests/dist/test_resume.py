@@ -1,0 +1,268 @@
+"""Stopping and going on: exact at one layout, the same states at any other, nothing left behind.
+
+The optimizer is the distributed Adam throughout. Losses are the raw ones of `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_patch.training import metrics
+from tests.dist.harness import RankFailure, RankServer
+from tests.dist.tiny import MODELS, ODD, tensors, write_corpus, write_model
+
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+PADDING_PATCH = "fully-reshardable-padding"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    models: dict[str, Path]
+    corpus: Path
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_corpus(folder / "corpus")
+    configs = {**MODELS, "odd": ODD}
+    return Inputs(
+        {name: write_model(folder / name, config) for name, config in configs.items()},
+        folder / "corpus",
+    )
+
+
+def command(inputs: Inputs, model: str, output: Path, *more: str) -> list[str]:
+    return [
+        *("--hf-model", str(inputs.models[model]), "--data-path", str(inputs.corpus)),
+        *("--output-dir", str(output), "--seq-length", "32", "--micro-batch-size", "1"),
+        *("--global-batch-size", "4", "--train-iters", "10", "--save-interval", "5"),
+        *("--lr", "3e-3", "--warmup-steps", "2", "--seed", "11", *more),
+    ]
+
+
+def train(
+    ranks: RankServer, folder: Path, world: int, argv: list[str], **options: Any
+) -> list[dict[str, Any]]:
+    """Run the entry point; the run's records."""
+    result = ranks.run("tests.dist.jobs:train", world, folder, argv=argv, **options)
+    assert result.values == [{"status": 0}] * world
+    return metrics.read(Path(argv[argv.index("--output-dir") + 1]))
+
+
+def losses(records: list[dict[str, Any]]) -> list[float]:
+    return [row["lm loss"] for row in records]
+
+
+def gap(a: list[float], b: list[float]) -> float:
+    return max(abs(x / y - 1) for x, y in zip(a, b, strict=True))
+
+
+# --- the same layout: bit for bit ---------------------------------------------------------------
+
+EXACT = [
+    pytest.param("dense", 1, ("--precision", "fp32", *DROPOUT), id="dense-fp32-dropout"),
+    pytest.param("dense", 2, ("--precision", "bf16", "--tp", "2"), id="dense-bf16-tp2"),
+    pytest.param("moe", 1, ("--precision", "fp32"), id="moe-fp32"),
+    pytest.param("moe", 2, ("--precision", "bf16", "--ep", "2", *DROPOUT), id="moe-bf16-dropout"),
+]
+
+
+@pytest.mark.parametrize(("model", "world", "more"), EXACT)
+def test_the_same_command_goes_on_exactly(
+    model: str,
+    world: int,
+    more: tuple[str, ...],
+    ranks: RankServer,
+    inputs: Inputs,
+    tmp_path: Path,
+) -> None:
+    whole = train(ranks, tmp_path / "a", world, command(inputs, model, tmp_path / "whole", *more))
+    argv = command(inputs, model, tmp_path / "parts", "--exit-interval", "5", *more)
+    first = train(ranks, tmp_path / "b", world, argv)
+    assert len(first) == 5
+    assert "> stopped at step 5 of 10" in (tmp_path / "b" / "rank0.log").read_text()
+    parts = train(ranks, tmp_path / "c", world, argv)
+    for key in ("lm loss", "grad_norm", "learning_rate", "consumed_samples"):
+        assert [row[key] for row in parts] == [row[key] for row in whole], key
+    assert np.ptp(losses(whole)) > 0.05, "losses move, so runs can differ"
+
+
+# --- another layout: the trap of padded buckets -------------------------------------------------
+
+#: Several gradient buckets of odd sizes, whose ends are padded.
+BUCKETS = ("--ddp-bucket-size", "40000", "--global-batch-size", "12", "--train-iters", "10")
+LOADS = {"dp1": (1, ()), "dp2": (2, ()), "tp2": (2, ("--tp", "2")), "pp2": (2, ("--pp", "2"))}
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Saved:
+    output: Path
+    losses: list[float]
+    states: dict[str, np.ndarray]
+
+
+def states(ranks: RankServer, checkpoint: Path, scratch: Path) -> dict[str, np.ndarray]:
+    """Weights and optimizer states of a checkpoint as whole tensors, by state and name."""
+    return tensors(ranks, checkpoint, scratch)
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["from-dp2", "from-dp3"])
+def saved(
+    request: pytest.FixtureRequest,
+    ranks: RankServer,
+    inputs: Inputs,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Saved:
+    folder = tmp_path_factory.mktemp("saved")
+    argv = command(inputs, "odd", folder / "run", *BUCKETS)
+    records = train(ranks, folder / "job", request.param, argv)
+    step5 = folder / "run" / "checkpoints" / "iter_0000005"
+    return Saved(folder / "run", losses(records)[5:], states(ranks, step5, folder / "states"))
+
+
+def at_step_5(run: Path, copy: Path) -> Path:
+    """A run directory that ends with the checkpoint of step 5."""
+    (copy / "checkpoints").mkdir(parents=True)
+    shutil.copytree(run / "checkpoints" / "iter_0000005", copy / "checkpoints" / "iter_0000005")
+    (copy / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    return copy
+
+
+def masters_differ(found: dict[str, np.ndarray]) -> list[str]:
+    """Weights that are not their fp32 master bit for bit; they are in an fp32 run."""
+    prefix = "optimizer.state.param."
+    masters = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+    weights = {k: v for k, v in found.items() if not k.startswith("optimizer.")}
+    assert sorted(masters) == sorted(weights) and len(masters) > 5
+    return [k for k in masters if not np.array_equal(masters[k], weights[k])]
+
+
+@pytest.mark.parametrize("layout", LOADS)
+def test_optimizer_states_move_between_layouts(
+    layout: str, ranks: RankServer, inputs: Inputs, saved: Saved, tmp_path: Path
+) -> None:
+    world, more = LOADS[layout]
+    output = at_step_5(saved.output, tmp_path / "run")
+    argv = command(inputs, "odd", output, *BUCKETS, "--save-interval", "100", *more)
+    records = train(ranks, tmp_path / "job", world, argv, resave=True)
+    assert [row["iteration"] for row in records] == [6, 7, 8, 9, 10]
+    again = states(ranks, tmp_path / "job" / "resaved" / "iter_0000005", tmp_path / "states")
+    assert sorted(again) == sorted(saved.states)
+    for kind in STATES:
+        assert sum(f"optimizer.state.{kind}." in name for name in again) > 5
+    different = [k for k in again if not np.array_equal(again[k], saved.states[k])]
+    assert not different
+    print(f"{layout}: {gap(losses(records), saved.losses):.1e}")
+    assert gap(losses(records), saved.losses) < 1e-5
+
+
+def test_masters_are_saved_as_they_are(saved: Saved) -> None:
+    assert not masters_differ(saved.states)
+
+
+def test_without_the_patch_masters_are_saved_shifted(
+    ranks: RankServer, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Once upstream mends it this fails, and the patch can go."""
+    argv = command(
+        inputs, "odd", tmp_path / "run", *BUCKETS, "--train-iters", "1", "--warmup-steps", "0"
+    )
+    train(ranks, tmp_path / "job", 2, argv, without=[PADDING_PATCH])
+    step = tmp_path / "run" / "checkpoints" / "iter_0000001"
+    assert len(masters_differ(states(ranks, step, tmp_path / "states"))) > 3
+
+
+# --- extending, being killed, weights only ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Whole:
+    output: Path
+    records: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: RankServer, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Ten steps of the dense model on one rank."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    records = train(ranks, output.parent / "job", 1, command(inputs, "dense", output))
+    return Whole(output, records)
+
+
+def test_the_data_directory_is_left_alone(whole: Whole, inputs: Inputs) -> None:
+    beside = sorted(p.name for p in inputs.corpus.parent.iterdir())
+    assert beside == ["corpus.bin", "corpus.idx", *sorted(inputs.models)]
+    assert list((whole.output / "cache").glob("*GPTDataset*"))
+
+
+def test_a_finished_run_is_extended(
+    ranks: RankServer, inputs: Inputs, whole: Whole, tmp_path: Path
+) -> None:
+    short = command(inputs, "dense", tmp_path / "run", "--train-iters", "6")
+    assert len(train(ranks, tmp_path / "b", 1, short)) == 6
+    longer = command(inputs, "dense", tmp_path / "run")
+    records = train(ranks, tmp_path / "c", 1, longer)
+    log = (tmp_path / "c" / "rank0.log").read_text()
+    assert "> the run is extended from 6 to 10 steps" in log
+    assert "the data is now read" not in log
+    assert [row["iteration"] for row in records] == list(range(1, 11))
+    rates = [row["learning_rate"] for row in records]
+    assert rates[6:] == [row["learning_rate"] for row in whole.records][6:]
+    assert rates[5] == pytest.approx(3e-4), "the short run had reached its end"
+    assert [row["consumed_samples"] for row in records] == [4 * i for i in range(1, 11)]
+    # The same sequences in the same order: only the rate of steps 3 to 6 differed.
+    assert gap(losses(records)[:3], losses(whole.records)[:3]) == 0
+    assert gap(losses(records)[6:], losses(whole.records)[6:]) < 0.05
+
+    again = train(ranks, tmp_path / "d", 1, longer)
+    assert again == records, "a finished run trains no further"
+
+    more = command(
+        inputs, "dense", tmp_path / "run", "--train-iters", "100", "--exit-interval", "11"
+    )
+    train(ranks, tmp_path / "e", 1, more)
+    assert (
+        "> the data is now read 2 times in place of 1" in (tmp_path / "e" / "rank0.log").read_text()
+    )
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    ranks: RankServer, inputs: Inputs, tmp_path: Path
+) -> None:
+    whole = train(ranks, tmp_path / "a", 2, command(inputs, "dense", tmp_path / "whole"))
+    argv = command(inputs, "dense", tmp_path / "run")
+    with pytest.raises(RankFailure, match="rank 0: exit status -9"):
+        train(ranks, tmp_path / "b", 2, argv, die_in_step=7)
+    deadline = time.monotonic() + 60  # the child that gathers env.json may be at its end
+    while ranks.processes() > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ranks.processes() == 1, "a rank or a child of one outlived the kill"
+    assert len(metrics.read(tmp_path / "run")) == 6
+    records = train(ranks, tmp_path / "c", 2, argv)
+    assert losses(records) == losses(whole)
+    lines = (tmp_path / "run" / metrics.FILE).read_text().splitlines()
+    assert len(lines) == 11, "step 6 stands twice, nothing was overwritten"
+
+
+def test_weights_only_starts_anew(
+    ranks: RankServer, inputs: Inputs, whole: Whole, tmp_path: Path
+) -> None:
+    start = ("--init-from", str(whole.output), "--exit-interval", "5")
+    argv = command(inputs, "dense", tmp_path / "run", *start)
+    records = train(ranks, tmp_path / "b", 1, argv)
+    for key in ("iteration", "learning_rate", "consumed_samples"):
+        assert [row[key] for row in records] == [row[key] for row in whole.records][:5], key
+    assert records[0]["lm loss"] < whole.records[0]["lm loss"] - 0.1, "trained weights"
+    # From then on the run's own checkpoint counts, not --init-from.
+    records = train(ranks, tmp_path / "d", 1, argv)
+    assert [row["iteration"] for row in records] == list(range(1, 11))
+    assert "--init-from is not used" in (tmp_path / "d" / "rank0.log").read_text()
