@@ -548,7 +548,7 @@ PATTERNS: dict[str, Pattern] = {
     ),
     "cl100k": Pattern(
         rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}{{1,3}}"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
         "gpt4",
         "tiktoken_ext/openai_public.py, cl100k_base",
     ),

@@ -309,6 +309,25 @@ def test_an_unknown_vocabulary_is_refused(tmp_path: Path, made):
         load(TokenizerRequest("TikTokenizer", str(file)))
 
 
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("gpt2", "r50k_base"), ("cl100k", "cl100k_base"), ("o200k", "o200k_base")],
+)
+def test_patterns_are_tiktokens(name: str, published: str, monkeypatch):
+    import tiktoken
+    from tiktoken_ext import openai_public
+
+    table = fixtures.ranks()
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *rest, **more: table)
+    patterns = (getattr(openai_public, published)()["pat_str"], tokenizers.PATTERNS[name].regex)
+    theirs, ours = (
+        tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=table, special_tokens={})
+        for pattern in patterns
+    )
+    for text in [*adversarial(), *fixtures.corpus()]:
+        assert ours.encode_ordinary(text) == theirs.encode_ordinary(text), text
+
+
 @pytest.mark.parametrize("pattern", [None, "v1", "v2"])
 def test_upstreams_json_vocabulary(pattern: str | None, tmp_path: Path):
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
