@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_patch.util import UserError
+
 KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
@@ -25,6 +27,21 @@ def needs_batch(config: Any, vp_stage: int | None) -> bool:
         ignore_virtual=False,
         vp_stage=vp_stage,
     )
+
+
+def _check_ids(tokens_bs: Tensor, vocab_size: int) -> None:
+    """Ids of another tokenizer would end in an index error, on a GPU long after the fact.
+
+    Args:
+        tokens_bs: int64 on the CPU.
+        vocab_size: ids that the model knows.
+    """
+    largest = int(tokens_bs.max())
+    if largest >= vocab_size:
+        raise UserError(
+            f"the data holds token id {largest}, and the model's vocabulary ends at "
+            f"{vocab_size - 1}: --data-path was made with another tokenizer than --hf-model's"
+        )
 
 
 def get_batch(
@@ -52,6 +69,7 @@ def get_batch(
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         item = next(data_iterator)
+        _check_ids(item["tokens"], args.vocab_size or args.padded_vocab_size)
         batch = {
             key: item[key].cuda(non_blocking=True) if item.get(key) is not None else None
             for key in KEYS

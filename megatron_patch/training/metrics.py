@@ -32,11 +32,20 @@ class Recorder:
         pipeline: pipeline-parallel size; with more than one stage the loss is on the last rank
             only and is sent to rank 0.
         echo: prints a line a step on rank 0, for runs whose last rank is on another node.
+        first_step: called on rank 0 when the first step of this process is done.
     """
 
     def __init__(
-        self, path: Path | None, *, rank: int, world_size: int, pipeline: int, echo: bool = False
+        self,
+        path: Path | None,
+        *,
+        rank: int,
+        world_size: int,
+        pipeline: int,
+        echo: bool = False,
+        first_step: Callable[[], None] | None = None,
     ) -> None:
+        self._first_step = first_step
         self.rank, self.world_size, self.pipeline, self.echo = rank, world_size, pipeline, echo
         #: Last step of this process, None before the first.
         self.iteration: int | None = None
@@ -72,10 +81,12 @@ class Recorder:
         """
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        self.iteration = iteration
+        first, self.iteration = self.iteration is None, iteration
         values = self._to_rank_0(losses)
         if self.rank != 0:
             return
+        if first and self._first_step is not None:
+            self._first_step()
         record = {"iteration": iteration, **values, "seconds": round(seconds, 6), **extra}
         tokens = extra.get("tokens")
         if tokens:

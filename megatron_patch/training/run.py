@@ -7,6 +7,8 @@ around those is here.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import math
 import os
 import sys
@@ -16,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from megatron_patch.util import UserError, atomic_write
 
@@ -93,6 +95,8 @@ def set_up(argv: Sequence[str]) -> Plan:
     if not report.ok:
         raise UserError("\nerror: ".join(report.refusals))
     plan.notes.extend(report.warnings)
+    if finished(plan) is not None:
+        return plan  # nothing will be trained, so nothing needs to be imported
     if device == "cpu":
         cpu.enable()
     if device == "cpu" or not plan.environment.te:
@@ -108,8 +112,12 @@ def _multicast() -> bool:
     return bool(tex.device_supports_multicast())
 
 
-def parse(plan: Plan) -> Any:
+def parse(plan: Plan, logs: Path | None = None) -> Any:
     """Megatron's own parser and validation on a plan; sets its global state.
+
+    Args:
+        plan: the resolved run.
+        logs: folder for the table of all arguments that Megatron prints; None: to nowhere.
 
     Returns:
         The validated namespace.
@@ -127,8 +135,10 @@ def parse(plan: Plan) -> Any:
 
     before = sys.argv
     sys.argv = [before[0], *plan.megatron_argv()]
+    table = logs / "megatron_arguments.txt" if logs is not None else Path(os.devnull)
     try:
-        return parse_and_validate_args(extra_args_provider=add)
+        with table.open("w") as sink, contextlib.redirect_stdout(sink):
+            return parse_and_validate_args(extra_args_provider=add)
     finally:
         sys.argv = before
 
@@ -158,11 +168,24 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
         if {"dry_run", "json"} & set(arguments.parse(argv)):
             # The launcher prints the command line too; without it the plan is what there is.
             return parallel.main(list(argv)) if rank_and_world()[0] == 0 else 0
+        _quiet()
         plan = set_up(argv)
         return _run(recipe, plan, started)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        print("> interrupted; the same command goes on from the last checkpoint", flush=True)
+        return 130
+
+
+def _quiet() -> None:
+    """Drop upstream's import-time warnings about packages that a run does without on purpose."""
+    import warnings
+
+    for category in (UserWarning, FutureWarning, DeprecationWarning, SyntaxWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\b")
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|CPU RNG state)")
 
 
 def _run(recipe: Recipe, plan: Plan, started: float) -> int:
@@ -172,13 +195,22 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
 
     rank, world_size = rank_and_world()
     output = Path(plan.own.output_dir) if plan.own.output_dir else None
+    done = finished(plan)
+    if done is not None:
+        if rank == 0:
+            print(
+                f"> {output} is finished at step {done}; a longer run (--train-iters, "
+                "--train-tokens, ...) extends it",
+                flush=True,
+            )
+        return 0
     if rank == 0:
         for note in plan.notes:
             print(f"> {note}", flush=True)
         if output is not None:
             _prepare(output, plan)
     with _in_words():
-        args = parse(plan)
+        args = parse(plan, output / "logs" if output is not None and rank == 0 else None)
         config = model_config(args, plan.model)
     metrics.RECORDER = metrics.Recorder(
         output / metrics.FILE if output is not None else None,
@@ -186,6 +218,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
         world_size=world_size,
         pipeline=args.pipeline_model_parallel_size,
         echo=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size,
+        first_step=functools.partial(_write_plan, output, plan) if output is not None else None,
     )
     status, word = 0, "finished"
     try:
@@ -238,15 +271,60 @@ def _prepare(output: Path, plan: Plan) -> None:
 
     for name in ("checkpoints", "logs", "tensorboard"):
         (output / name).mkdir(parents=True, exist_ok=True)
+    _lock(output)
     for line in _changes(output / "resolved_args.json", plan):
         print(f"> {line}", flush=True)
-    atomic_write(output / "resolved_args.json", metrics.to_json(plan.as_dict()))
     # Asks nvidia-smi and imports packages in child processes: seconds that training need not wait.
     threading.Thread(
         target=lambda: atomic_write(output / "env.json", metrics.to_json(info.gather())),
         name="env.json",
         daemon=True,
     ).start()
+
+
+def _write_plan(output: Path, plan: Plan) -> None:
+    """What this start resolved to; after its first step, so that a failed start changes nothing."""
+    from megatron_patch.training import metrics
+
+    atomic_write(output / "resolved_args.json", metrics.to_json(plan.as_dict()))
+
+
+#: Open for as long as the process lives; holds the lock of its run directory.
+_LOCKS: list[IO[bytes]] = []
+
+
+def _lock(output: Path) -> None:
+    """One run at a time in a run directory.
+
+    Raises:
+        UserError: another process of this or another node holds it.
+    """
+    handle = (output / ".lock").open("ab")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"another run is writing {output} at this moment; wait for it or give another "
+            "--output-dir"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    _LOCKS.append(handle)
+
+
+def finished(plan: Plan) -> int | None:
+    """The step at which this run has already ended; None while there is something to train."""
+    if plan.run is None or not plan.own.output_dir:
+        return None
+    checkpoints = Path(plan.own.output_dir) / "checkpoints"
+    if plan.values["load"] != str(checkpoints):
+        return None  # --load DIR goes on from elsewhere
+    tracker = checkpoints / "latest_checkpointed_iteration.txt"
+    try:
+        step = int(tracker.read_text())
+    except (OSError, ValueError):
+        return None
+    return step if step >= plan.run.iters else None
 
 
 def _changes(previous: Path, plan: Plan) -> list[str]:
