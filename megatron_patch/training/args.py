@@ -1132,6 +1132,12 @@ def _join(
             # Megatron's parser cannot say it; it travels in the overlay.
             source[dest] = f"{COMMAND_LINE} ({given.spelling})"
 
+    rate = user.get("lr")
+    if rate is not None and rate.segment < max(g.segment for g in user.values()):
+        plan.notes.append(
+            f"--lr {rate.value:g} is the launcher's: right for going on from trained weights; from "
+            "random ones 1e-4 to 1e-3 is usual"
+        )
     _own_to_megatron(plan, put)
     _launch_defaults(plan, frozenset(user), put)
     _tokenizer(plan, eos, put)
