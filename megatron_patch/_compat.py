@@ -208,6 +208,12 @@ _EXPLAINED: tuple[tuple[str, str], ...] = (
         r"--dist-ckpt-optim-fully-reshardable (on by default here): the next checkpoint loads at "
         r"any layout. Or start from the weights alone, --init-from with a new --output-dir",
     ),
+    (
+        r"class input value (\S+) and checkpoint ?value (\S+) for (.+) do not match",
+        r"the checkpoint's \3 is \2, this command line's is \1 (both in sequences): drop "
+        r"--no-override-opt-param-scheduler to go on with this command line's schedule, or name "
+        r"--use-checkpoint-opt-param-scheduler to keep the checkpoint's",
+    ),
 )
 
 
@@ -245,7 +251,7 @@ def pretrain(
             model_type=ModelType.encoder_or_decoder,
             forward_step_func=forward_step,
         )
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         words = explain(str(error))
         if words is None:
             raise

@@ -128,6 +128,18 @@ def test_weights_from_nowhere(runs: Runs, tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
 
 
+def test_a_schedule_that_the_checkpoint_does_not_have(runs: Runs, tmp_path: Path) -> None:
+    more = ("--train-iters", "2", "--no-override-opt-param-scheduler")
+    argv = runs.command("plain", runs.folder / "plain", *more)
+    runs.refused(
+        tmp_path / "job",
+        argv,
+        "total number of iterations is 2, this command line's is 4",
+        "--no-override-opt-param-scheduler",
+        "--use-checkpoint-opt-param-scheduler",
+    )
+
+
 def test_a_tracker_file_that_was_cut_off(runs: Runs, tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "iter_0000001" / "left").mkdir(parents=True)
