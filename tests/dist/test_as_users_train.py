@@ -24,7 +24,14 @@ FP32 = 1e-5
 BF16 = 1e-3
 
 CASES = [
-    pytest.param(model, precision, world, tuple(layout.split()), id=f"{model}-{precision}{layout}")
+    pytest.param(
+        model,
+        precision,
+        world,
+        tuple(layout.split()),
+        id="-".join([model, precision, *layout.replace("--", "").split()]),
+        marks=[pytest.mark.slow] if world > 2 else [],
+    )
     for model, precision, world, layout in (
         ("dense", "fp32", 2, ""),
         ("dense", "fp32", 4, "--tp 2"),

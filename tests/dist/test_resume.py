@@ -71,7 +71,13 @@ EXACT = [
     pytest.param("dense", 1, ("--precision", "fp32", *DROPOUT), id="dense-fp32-dropout"),
     pytest.param("dense", 2, ("--precision", "bf16", "--tp", "2"), id="dense-bf16-tp2"),
     pytest.param("moe", 1, ("--precision", "fp32"), id="moe-fp32"),
-    pytest.param("moe", 2, ("--precision", "bf16", "--ep", "2", *DROPOUT), id="moe-bf16-dropout"),
+    pytest.param(
+        "moe",
+        2,
+        ("--precision", "bf16", "--ep", "2", *DROPOUT),
+        id="moe-bf16-ep2-dropout",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
