@@ -33,6 +33,10 @@ COMMANDS = MappingProxyType(
             "megatron_patch.data.text:main",
             "Turn documents into .bin/.idx files for pretraining.",
         ),
+        "data": (
+            "megatron_patch.data.show:main",
+            "Look at chats for fine-tuning: `data show` prints what is trained, and lengths.",
+        ),
         "convert": (
             "megatron_patch.convert.commands:main",
             "Hugging Face files to a Megatron checkpoint and back, and the proof: verify.",

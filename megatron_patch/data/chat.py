@@ -226,6 +226,12 @@ def _conversation(
         kept = {k: v for k, v in message.items() if k not in ("weight", "train") and v is not None}
         if role == "assistant":
             kept = _with_calls(kept, number)
+        parts = kept.get("content", "")
+        texts = parts if isinstance(parts, list) else [{"text": parts}]
+        if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in texts):
+            raise Refused(
+                f"has content in message {number + 1} that is neither text nor a list of text parts"
+            )
         if "content" not in kept and not kept.get("tool_calls"):
             if role != "assistant":
                 raise Refused(f"has a message (number {number + 1}, {role}) without content")
@@ -469,10 +475,26 @@ class Renderer:
         turns = [m for m, wanted in zip(chat.messages, chat.trained, strict=True) if wanted]
         if len(turns) == len(spans):
             for message, (start, end) in zip(turns, spans, strict=True):
+                self._check(message, text[start:end])
                 self._note(message, text[start:end], notes)
         if any(self._special.search(text) for m in chat.messages for text in _texts(m)):
             notes["special_text"] += 1
         return Rendered(text, tuple(spans), notes)
+
+    def _check(self, message: Message, turn: str) -> None:
+        """A turn that lacks what the message says is not that turn, or the template loses it."""
+        for call in message.get("tool_calls") or ():
+            name = call.get("function", call)["name"]
+            if name not in turn:
+                raise Refused(f"calls the tool {name!r}, which the chat template leaves out")
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else [p["text"] for p in content or ()]
+        for part in parts:
+            answer = part.rpartition("</think>")[2].strip()
+            if answer not in turn:
+                raise Refused(
+                    f"says {answer[:60]!r}, which the rendered text does not hold in its place"
+                )
 
     def _note(self, message: Message, turn: str, notes: Counter[str]) -> None:
         content = message.get("content")

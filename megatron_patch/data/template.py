@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_patch.data.tokenizers import NAMED_TOKENS, content_of, read_json
 from megatron_patch.util import UserError
 
 Message = Mapping[str, Any]
@@ -32,15 +33,6 @@ _marking: ContextVar[bool] = ContextVar("marking", default=False)
 
 #: Names under which a message's thinking is found; templates read the first, some the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-_TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 
 class TemplateFailure(Exception):
@@ -177,9 +169,9 @@ def load(model: str | Path, *, override: str | None = None) -> ChatTemplate | No
     """
     folder = Path(model).expanduser()
     folder = folder if folder.is_dir() else folder.parent
-    config = _json(folder / "tokenizer_config.json")
-    named = {**_json(folder / "special_tokens_map.json"), **config}
-    tokens = {name: text for name in _TOKEN_NAMES if (text := _content(named.get(name)))}
+    config = read_json(folder / "tokenizer_config.json")
+    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    tokens = {name: text for name in NAMED_TOKENS if (text := content_of(named.get(name)))}
     if override is not None:
         path = Path(override).expanduser()
         if not path.is_file():
@@ -193,7 +185,7 @@ def load(model: str | Path, *, override: str | None = None) -> ChatTemplate | No
         sources[path.stem] = _text(path)
     if not sources:
         for origin in (folder / "tokenizer_config.json", folder / "chat_template.json"):
-            given = _json(origin).get("chat_template")
+            given = read_json(origin).get("chat_template")
             if isinstance(given, str):
                 sources = {"default": given}
             elif isinstance(given, list):
@@ -222,22 +214,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the chat template {path}: {error}.") from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}.") from error
-    return data if isinstance(data, dict) else {}
-
-
-def _content(value: object) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _prepared(message: Message) -> dict[str, Any]:

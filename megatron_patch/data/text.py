@@ -654,7 +654,7 @@ def preprocess(job: Job) -> list[idxmap.Index]:
         stack.callback(pool.close)
         totals = pool.run(sources.tasks(files, job.reading, shard=job.shard, shards=job.shards))
         progress.finish()
-        _report_losses(totals, job)
+        report_losses(totals)
         if not any(writer.tokens for writer in writers) and job.shards == 1:
             raise UserError(
                 f"no token in {totals.items} records of {len(files)} files; nothing was written."
@@ -706,7 +706,8 @@ def _announce(
     sys.stdout.flush()
 
 
-def _report_losses(totals: Totals, job: Job) -> None:
+def report_losses(totals: Totals) -> None:
+    """Print how many records were left out, and the first of them."""
     if totals.bad:
         print(
             f"warning: {totals.bad} of {totals.items} records were left out (--on-bad-line skip):",
@@ -1087,16 +1088,15 @@ def _terminated(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def main(argv: list[str]) -> int:
-    """Entry point; returns the exit status: 0, 2 for an error, 130 when interrupted."""
+def guarded(run: Callable[[], object]) -> int:
+    """Exit status of ``run``: 0, 2 for an error (printed in a sentence), 130 when interrupted."""
     in_main_thread = True
     try:
         before = signal.signal(signal.SIGTERM, _terminated)
     except ValueError:
         in_main_thread = False
     try:
-        job, merging = parse(argv)
-        (merge if merging else preprocess)(job)
+        run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -1110,6 +1110,16 @@ def main(argv: list[str]) -> int:
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; returns the exit status: 0, 2 for an error, 130 when interrupted."""
+
+    def run() -> None:
+        job, merging = parse(argv)
+        (merge if merging else preprocess)(job)
+
+    return guarded(run)
 
 
 if __name__ == "__main__":

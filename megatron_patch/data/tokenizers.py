@@ -226,7 +226,8 @@ def _find_token(tokenizer: TextTokenizer, text: str) -> Token:
     return Token(int(ids[0]), text)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty where there is no file; UserError where it is none."""
     if not path.is_file():
         return {}
     try:
@@ -240,7 +241,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------- HuggingFace
 
-_NAMED = (
+#: Special tokens that ``tokenizer_config.json`` names.
+NAMED_TOKENS = (
     "bos_token",
     "eos_token",
     "unk_token",
@@ -270,7 +272,7 @@ def _load_huggingface(path: Path, special: bool) -> TextTokenizer:
 
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file() and (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        config = _read_json(path / "tokenizer_config.json")
+        config = read_json(path / "tokenizer_config.json")
         name = str(config.get("tokenizer_class", "")).removesuffix("Fast")
         if name in ("GPT2Tokenizer", "Qwen2Tokenizer"):
             built = _byte_level(
@@ -289,9 +291,9 @@ def _load_huggingface(path: Path, special: bool) -> TextTokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:
         raise UserError(f"{file} cannot be read by tokenizers: {error}.") from error
-    config = _read_json(file.parent / "tokenizer_config.json")
-    for key, value in _read_json(file.parent / "special_tokens_map.json").items():
-        if key in _NAMED:
+    config = read_json(file.parent / "tokenizer_config.json")
+    for key, value in read_json(file.parent / "special_tokens_map.json").items():
+        if key in NAMED_TOKENS:
             config.setdefault(key, value)
     return _finish_huggingface(tokenizer, str(file), config, special)
 
@@ -303,7 +305,7 @@ def _finish_huggingface(
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _add_tokens(tokenizer, config)
-    names = {name: _content(config.get(name)) for name in _NAMED}
+    names = {name: content_of(config.get(name)) for name in NAMED_TOKENS}
 
     def token(name: str) -> Token | None:
         text = names[name]
@@ -337,7 +339,8 @@ def _finish_huggingface(
     )
 
 
-def _content(value: object) -> str | None:
+def content_of(value: object) -> str | None:
+    """Text of a token as ``tokenizer_config.json`` gives it: a string, or an object with it."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -366,8 +369,8 @@ def _add_tokens(tokenizer: Any, config: dict[str, Any]) -> None:
     if isinstance(extra, dict):
         extra = list(extra.values())
     known = {str(t.content): t for t in tokenizer.get_added_tokens_decoder().values()}
-    for value in [config.get(name) for name in _NAMED] + list(extra):
-        text = _content(value)
+    for value in [config.get(name) for name in NAMED_TOKENS] + list(extra):
+        text = content_of(value)
         if not text:
             continue
         # A bare string says nothing about flags: an added token of that text keeps its own.
@@ -723,7 +726,7 @@ def _load_tiktoken(path: Path, request: TokenizerRequest) -> TextTokenizer:
     if file.suffix == ".json":
         return _load_upstream_tiktoken(file, request)
     ranks = read_ranks(file)
-    config = _read_json(file.parent / "tokenizer_config.json")
+    config = read_json(file.parent / "tokenizer_config.json")
     name, specials = _identify(file, ranks, config, request)
     pattern = PATTERNS.get(name) or Pattern(name, None, "--tiktoken-pattern")
     declared = {
@@ -740,10 +743,10 @@ def _load_tiktoken(path: Path, request: TokenizerRequest) -> TextTokenizer:
     prepare: Callable[[str], Sequence[str]] = _nfc if pattern.nfc else _whole
     if name == "kimi":
         prepare = KimiPieces(tuple(specials))
-    eod_text = _content(config.get("eos_token")) or next(
+    eod_text = content_of(config.get("eos_token")) or next(
         (t for t in (_GPT2_EOD, "<|end_of_text|>", "[EOS]", "</s>") if t in specials), None
     )
-    bos_text = _content(config.get("bos_token")) or next(
+    bos_text = content_of(config.get("bos_token")) or next(
         (t for t in ("<|begin_of_text|>", "[BOS]", "<s>") if t in specials), None
     )
     return _finish_tiktoken(

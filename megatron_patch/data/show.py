@@ -1,0 +1,205 @@
+"""``megatron-patch data show``: what a model would be trained on, before anything is trained.
+
+Samples with their trained tokens in colour, counts, length statistics, a histogram.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_patch.data import packing, sft_store, sources, text
+from megatron_patch.data.chat import Encoder, Refused, Sample, without_nulls
+from megatron_patch.util import UserError, atomic_write
+
+_TRAINED, _DIM, _END = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
+
+
+def colour(sample: Sample, decode: Callable[[Sequence[int]], str], *, coloured: bool = True) -> str:
+    """The sample's text; trained tokens on green, or between ``⟦`` and ``⟧``.
+
+    Runs of trained and other tokens are decoded in one piece each, so that a character of several
+    tokens is shown whole.
+    """
+    edges = np.flatnonzero(np.diff(sample.mask)) + 1
+    parts = []
+    bounds = [0, *edges.tolist(), int(sample.ids.size)]
+    for start, end in itertools.pairwise(bounds):
+        piece = decode(sample.ids[start:end].tolist())
+        if not sample.mask[start]:
+            parts.append(piece)
+        elif coloured:
+            parts.append(f"{_TRAINED}{piece}{_END}")
+        else:
+            parts.append(f"⟦{piece}⟧")
+    return "".join(parts)
+
+
+def statistics(lengths: npt.NDArray[Any], trained: npt.NDArray[Any]) -> list[str]:
+    """Lines of a table: smallest, mean, quantiles and largest, of tokens and trained tokens."""
+    names = ("min", "mean", "50 %", "90 %", "99 %", "max")
+    lines = [f"{'':10} " + " ".join(f"{name:>8}" for name in names)]
+    for name, values in (("tokens", lengths), ("trained", trained)):
+        quantiles = np.quantile(values, (0.5, 0.9, 0.99))
+        numbers = (values.min(), values.mean(), *quantiles, values.max())
+        lines.append(f"{name:10} " + " ".join(f"{number:8.0f}" for number in numbers))
+    return lines
+
+
+def histogram(
+    path: str, lengths: npt.NDArray[Any], trained: npt.NDArray[Any], limit: int | None
+) -> None:
+    """Draw tokens and trained tokens per sample into a PNG."""
+    import io
+
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    top = max(2, int(lengths.max()))
+    bins = np.unique(np.geomspace(max(1, int(trained.min())), top + 1, 50)).tolist()
+    axes.hist(lengths, bins=bins, alpha=0.6, label="tokens of a sample")
+    axes.hist(trained, bins=bins, alpha=0.6, label="of them trained")
+    if limit is not None:
+        axes.axvline(limit, color="black", linestyle="--", label=f"maximum {limit}")
+    axes.set_xscale("log")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("samples")
+    axes.set_title(f"{lengths.size} samples")
+    axes.legend()
+    sink = io.BytesIO()
+    figure.savefig(sink, format="png", dpi=120, bbox_inches="tight")
+    plt.close(figure)
+    atomic_write(path, sink.getvalue())
+
+
+def _encoded(
+    job: sft_store.Job, encoder: Encoder, counts: Counter[str], refused: list[str]
+) -> Iterator[tuple[str, Sample]]:
+    """Where each sample comes from, and the sample."""
+    for source in sft_store.chat_files(job):
+        noun, before = sources.NOUNS[source.form], 0
+        for task in sources.tasks([source], sft_store.whole_records(), block=1 << 18):
+            batch, records = sources.read_records(task, source)
+            if source.form == "parquet":
+                records = [without_nulls(record) for record in records]
+            outcomes, noted = encoder.encode(records)
+            counts.update(noted)
+            refused += [f"{source.path} {noun} {before + n + 1} {why}" for n, why in batch.bad]
+            for number, outcome in zip(batch.numbers, outcomes, strict=True):
+                where = f"{source.path} {noun} {before + number + 1}"
+                if isinstance(outcome, Refused):
+                    refused.append(f"{where} {outcome}")
+                elif outcome is not None:
+                    yield where, outcome
+            before += batch.items
+
+
+def show(
+    job: sft_store.Job,
+    *,
+    count: int = 3,
+    png: str | None = None,
+    coloured: bool = True,
+    most: int | None = None,
+    pack_length: int | None = None,
+) -> None:
+    """Print samples and statistics.
+
+    Args:
+        job: What to read and how; nothing is written but the PNG.
+        count: Samples to print.
+        png: Where the histogram goes, or None.
+        coloured: Colours, or brackets.
+        most: Samples to read, or None: all.
+        pack_length: Report how full packs of this length would be, or None.
+
+    Raises:
+        UserError: Nothing to read, or no sample in it.
+    """
+    encoder = sft_store.encoder_of(job)
+    engine: Any = encoder.tokenizer.reference
+    decode = functools.partial(engine.tokenizer.decode, skip_special_tokens=False)
+    counts: Counter[str] = Counter()
+    refused: list[str] = []
+    lengths: list[int] = []
+    trained: list[int] = []
+    for where, sample in _encoded(job, encoder, counts, refused):
+        if len(lengths) < count:
+            head = f"--- {where}: {sample.ids.size} tokens, {int(sample.mask.sum())} trained"
+            print(f"{_DIM}{head}{_END}" if coloured else head)
+            print(colour(sample, decode, coloured=coloured))
+        lengths.append(int(sample.ids.size))
+        trained.append(int(sample.mask.sum()))
+        if most is not None and len(lengths) >= most:
+            print(f"\nstopped after {most} samples (--max-samples)")
+            break
+    print()
+    print("\n".join(sft_store.count_lines(counts)))
+    for line in refused[:10]:
+        print(f"refused    {line}", file=sys.stderr)
+    if refused:
+        print(f"refused    {len(refused)} records in all")
+    if not lengths:
+        raise UserError("there is no sample to train on in this data.")
+    all_lengths, all_trained = np.array(lengths), np.array(trained)
+    print("\n".join(statistics(all_lengths, all_trained)))
+    if pack_length is not None and int(all_lengths.max()) <= pack_length:
+        packs = packing.pack(all_lengths, pack_length)
+        fill = all_lengths.sum() / (len(packs) * pack_length)
+        print(f"packs      {len(packs)} of {pack_length} tokens, {100 * fill:.2f} % full")
+    if png is not None:
+        histogram(png, all_lengths, all_trained, job.options.max_length)
+        print(f"histogram  {png}")
+
+
+def main(argv: list[str]) -> int:
+    """``megatron-patch data show``: returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-patch data", description="Look at fine-tuning data.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    shown = commands.add_parser(
+        "show", help="samples with trained tokens in colour, counts, lengths", allow_abbrev=False
+    )
+    sft_store.add_flags(shown)
+    shown.add_argument("--samples", type=int, default=3, metavar="N", help="print so many (3)")
+    shown.add_argument(
+        "--max-samples", type=int, metavar="N", help="stop reading after so many (default: all)"
+    )
+    shown.add_argument(
+        "--histogram", metavar="PNG", default="sft-lengths.png",
+        help="where the histogram goes (default: sft-lengths.png; '' draws none)",
+    )  # fmt: skip
+    shown.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto",
+        help="auto: colours on a terminal, brackets elsewhere",
+    )  # fmt: skip
+    args = parser.parse_args(sft_store.dashed(argv))
+    plain = args.color == "never" or "NO_COLOR" in os.environ or not sys.stdout.isatty()
+
+    def run() -> None:
+        if args.histogram and not Path(args.histogram).expanduser().absolute().parent.is_dir():
+            raise UserError(f"--histogram {args.histogram}: its folder does not exist.")
+        show(
+            sft_store.job_of(args, ""),
+            count=args.samples,
+            png=args.histogram or None,
+            coloured=args.color == "always" or not plain,
+            most=args.max_samples,
+            pack_length=args.max_length,
+        )
+
+    return text.guarded(run)
