@@ -558,47 +558,32 @@ class Written:
     length: int
 
 
-class _Storage:
-    """Stands for a tensor's storage while its pickle is written."""
-
-
-class _TensorPickler(pickle.Pickler):
-    """Writes the pickle that ``torch.save`` would write for a contiguous tensor."""
-
-    def __init__(self, file: io.BytesIO, dtype: str, numbers: int) -> None:
-        super().__init__(file, protocol=2)
-        self._dtype, self._numbers = dtype, numbers
-
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _Storage):
-            return None
-        import torch
-
-        (kind,) = (name for name, dtype in _STORAGES.items() if dtype == self._dtype)
-        return ("storage", getattr(torch, kind), "0", "cpu", self._numbers)
-
-
-class _Tensor:
-    """Stands for a tensor while its pickle is written."""
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
-
-    def __reduce__(self) -> Any:
-        from collections import OrderedDict
-
-        import torch
-
-        hooks: OrderedDict[str, Any] = OrderedDict()
-        arguments = (_Storage(), 0, self._sizes, _row_major(self._sizes), False, hooks)
-        return torch._utils._rebuild_tensor_v2, arguments
-
-
 @lru_cache(maxsize=1024)
 def _pickled(dtype: str, sizes: tuple[int, ...]) -> bytes:
-    file = io.BytesIO()
-    _TensorPickler(file, dtype, prod(sizes)).dump(_Tensor(sizes))
-    return file.getvalue()
+    """The pickle that ``torch.save`` would write for a contiguous tensor; needs no torch."""
+    (kind,) = (name for name, value in _STORAGES.items() if value == dtype)
+
+    def text(value: str) -> bytes:
+        return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+    def number(value: int) -> bytes:
+        if value < 1 << 31:
+            return b"J" + struct.pack("<i", value)
+        return b"\x8a\x08" + struct.pack("<q", value)
+
+    def numbers(values: Iterable[int]) -> bytes:
+        return b"(" + b"".join(map(number, values)) + b"t"
+
+    storage = text("storage") + f"ctorch\n{kind}\n".encode() + text("0") + text("cpu")
+    arguments = (
+        b"(" + storage + number(prod(sizes)) + b"tQ",  # a persistent id: the data's entry
+        number(0),
+        numbers(sizes),
+        numbers(_row_major(sizes)),
+        b"\x89",  # requires no gradient
+        b"ccollections\nOrderedDict\n)R",  # no hooks
+    )
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + b"".join(arguments) + b"tR."
 
 
 def record_frame(dtype: str, sizes: tuple[int, ...], start: int) -> tuple[bytes, bytes]:

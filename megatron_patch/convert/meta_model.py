@@ -9,6 +9,7 @@ weight is read.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -21,6 +22,10 @@ from megatron_patch.util import UserError
 
 if TYPE_CHECKING:
     from megatron_patch.models.family import ModelSpec
+
+#: Packages that Megatron-Core imports where it finds them, for attention kernels, tokenizers and
+#: exports; a layout needs none of them, and they take longer to import than all the rest.
+_NOT_NEEDED = ("fla", "transformers")
 
 #: What `sharded_state_dict` is told in training too (`training/checkpointing.py:
 #: _build_sharded_state_dict_metadata`); stored with a checkpoint as its content metadata.
@@ -73,20 +78,26 @@ def checkpoint_layout(hf_dir: str | os.PathLike[str]) -> CheckpointLayout:
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
+        # Nothing is compiled, and loading the compiler takes a second.
+        "TORCH_COMPILE_DISABLE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
     }
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", __name__, str(hf_dir)],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    if done.returncode:
-        tail = "\n".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-8:])
+    # Needed later here; loading it now costs no time.
+    importlib.import_module("torch.distributed.checkpoint")
+    output, errors = process.communicate()
+    if process.returncode:
+        tail = "\n".join((errors.strip() or output.strip()).splitlines()[-8:])
         raise UserError(f"Megatron-Core could not lay out the model of {hf_dir}:\n{tail}")
     # Imports print; the answer is the last line.
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer = json.loads(output.splitlines()[-1])
     return CheckpointLayout(
         {
             name: Place(key, *(tuple(numbers) for numbers in rest))
@@ -207,6 +218,9 @@ def main(argv: list[str]) -> int:
     hf = load_config(directory)
     spec = get_family(hf.model_type).resolve(hf)
     sys.argv = sys.argv[:1]
+    if all(layer.attention == "gqa" for layer in spec.layers):
+        for package in _NOT_NEEDED:
+            sys.modules[package] = None  # type: ignore[assignment]  # Python's way to say: absent
     cpu.enable()
     torch_backend.enable()
     layout = _places(_state_dict(spec))

@@ -20,10 +20,16 @@ from megatron_patch.convert.dist_io import Checkpoint, RegionRows
 from megatron_patch.convert.hf_io import Shard, Stored, Target
 from megatron_patch.convert.meta_model import CheckpointLayout, Place, checkpoint_layout
 from megatron_patch.convert.rows import (
+    NO_RUNS,
     Copy,
     Files,
+    RunTable,
     forward_copy,
+    forward_runs,
     inverse_copy,
+    inverse_runs,
+    moves_rows,
+    rows_of,
     tensor_bytes,
 )
 from megatron_patch.convert.rules import EMBEDDING, HEAD, PadVocab, Rule
@@ -82,6 +88,7 @@ class ImportPlan:
         skipped: What is not written.
         notes: What a user should know.
         tied_head: Whether the source repeats the embedding as output layer.
+        runs: Which rows every operation moves where.
     """
 
     hf_dir: Path
@@ -92,6 +99,7 @@ class ImportPlan:
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
     tied_head: bool
+    runs: RunTable = NO_RUNS
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +113,8 @@ class ImportPlan:
     def copy(self, step: Step, files: Files) -> Copy:
         """The Megatron tensor of a step."""
         sources = tuple(self.stored[name].rows(files) for name in step.rule.hf)
-        return forward_copy(step.rule.operation, sources, step.place.shape, step.dtype)
+        operation = step.rule.operation
+        return forward_copy(operation, sources, step.place.shape, step.dtype, self.runs)
 
     def fingerprint(self) -> str:
         """Changes with everything that decides what is written where."""
@@ -142,6 +151,7 @@ class ExportPlan:
         exports: One a HF tensor, in the order of the files.
         skipped: What is not written.
         notes: What a user should know.
+        runs: Which rows every operation moves where.
     """
 
     checkpoint: Checkpoint
@@ -152,6 +162,7 @@ class ExportPlan:
     exports: tuple[Export, ...]
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
+    runs: RunTable = NO_RUNS
 
     @property
     def nbytes(self) -> int:
@@ -164,7 +175,8 @@ class ExportPlan:
         region = RegionRows(files, self.checkpoint.tensors[place.key], place.offset, place.shape)
         operation = export.step.rule.operation
         target = export.target
-        return inverse_copy(operation, region, export.part, target.shape, target.dtype)
+        part = export.part
+        return inverse_copy(operation, region, part, target.shape, target.dtype, self.runs)
 
     def fingerprint(self) -> str:
         """Changes with everything that decides what is written where."""
@@ -229,7 +241,15 @@ def plan_import(
     _one_dtype_a_key(steps)
     steps.sort(key=lambda step: (stored[step.rule.hf[0]].path, stored[step.rule.hf[0]].offset))
     return ImportPlan(
-        folder, spec, stored, tuple(steps), places.objects, tuple(skipped), _notes(spec), tied_head
+        folder,
+        spec,
+        stored,
+        tuple(steps),
+        places.objects,
+        tuple(skipped),
+        _notes(spec),
+        tied_head,
+        _forward_table(steps),
     )
 
 
@@ -288,7 +308,15 @@ def plan_export(
             place = step.place
             RegionRows(files, checkpoint.tensors[place.key], place.offset, place.shape)
     return ExportPlan(
-        checkpoint, source, spec, tuple(steps), shards, exports, tuple(skipped), tuple(notes)
+        checkpoint,
+        source,
+        spec,
+        tuple(steps),
+        shards,
+        exports,
+        tuple(skipped),
+        tuple(notes),
+        _inverse_table(steps),
     )
 
 
@@ -298,6 +326,25 @@ def resolve(folder: Path) -> ModelSpec:
 
     hf = load_config(folder)
     return get_family(hf.model_type).resolve(hf)
+
+
+def _forward_table(steps: Sequence[Step]) -> RunTable:
+    found = {}
+    for step in steps:
+        operation = step.rule.operation
+        rows = tuple(rows_of(shape) for shape in step.rule.shapes)
+        if moves_rows(operation) and (operation, rows) not in found:
+            found[operation, rows] = forward_runs(operation, rows)
+    return RunTable(found, {})
+
+
+def _inverse_table(steps: Sequence[Step]) -> RunTable:
+    found = {}
+    for step in steps:
+        operation, rows = step.rule.operation, rows_of(step.place.shape)
+        if moves_rows(operation) and (operation, rows) not in found:
+            found[operation, rows] = inverse_runs(operation, rows)
+    return RunTable({}, found)
 
 
 def _notes(spec: ModelSpec) -> tuple[str, ...]:

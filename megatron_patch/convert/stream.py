@@ -63,9 +63,42 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Import:
-    """HF -> Megatron: ``release/``, the tracker file and ``hf/``."""
+    """HF -> Megatron: ``release/``, the tracker file and ``hf/``.
+
+    Attributes:
+        plan: The plan.
+        bookkeeping: What stands under every key of a module's bookkeeping, as a record.
+        common: The part of a checkpoint that is no tensor, as a record.
+    """
 
     plan: ImportPlan
+    bookkeeping: bytes
+    common: bytes
+
+    @classmethod
+    def of(cls, plan: ImportPlan) -> Import:
+        """The job of a plan."""
+        from argparse import Namespace
+
+        import torch
+
+        # Layers are stored once for all layouts; sizes 1 say so to who asks.
+        args = Namespace(
+            **plan.spec.args,
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            no_save_optim=True,
+            no_save_rng=True,
+            ckpt_format="torch_dist",
+        )
+        common = {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "content_metadata": dict(CONTENT_METADATA),
+        }
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return cls(plan, dist_io.pickled_object(nothing), dist_io.pickled_object(common))
 
     def nbytes(self) -> int:
         """See `Job`."""
@@ -92,35 +125,11 @@ class Import:
                 copy = self.plan.copy(steps[index], files)
                 done(writer.write(place.key, place.offset, place.cuts, copy, buffer))
         if part == 0:
-            import torch
-
-            nothing = dist_io.pickled_object(torch.empty(0, dtype=torch.uint8))
             for key in self.plan.objects:
-                writer.write_object(key, nothing)
-            common = dist_io.pickled_object(self._common())
-            writer.write_object(f"{dist_io.COMMON}/shard_0_1", common)
+                writer.write_object(key, self.bookkeeping)
+            writer.write_object(f"{dist_io.COMMON}/shard_0_1", self.common)
         writer.close()
         return {"written": [dataclasses.astuple(record) for record in writer.written]}
-
-    def _common(self) -> dict[str, Any]:
-        """The part of a checkpoint that is no weight."""
-        from argparse import Namespace
-
-        # Layers are stored once for all layouts; sizes 1 say so to who asks.
-        args = Namespace(
-            **self.plan.spec.args,
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            no_save_optim=True,
-            no_save_rng=True,
-            ckpt_format="torch_dist",
-        )
-        return {
-            "args": args,
-            "checkpoint_version": 3.0,
-            "iteration": 0,
-            "content_metadata": dict(CONTENT_METADATA),
-        }
 
     def finish(self, folder: Path, results: list[dict[str, Any]]) -> list[str]:
         """See `Job`."""
@@ -409,7 +418,8 @@ def _part_process(job: Job, folder: Path, part: int, parts: int, counts: Any) ->
     """One part; ends with its parent, also where that was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _one_thread()
+    # Copying needs no torch, and rounding no more than one thread of it.
+    os.environ["OMP_NUM_THREADS"] = "1"
     parent = os.getppid()
 
     def count(size: int) -> None:
@@ -422,13 +432,6 @@ def _part_process(job: Job, folder: Path, part: int, parts: int, counts: Any) ->
     except (UserError, OSError) as error:
         (folder / f".error-{part:05d}").write_text(str(error))
         os._exit(2)
-
-
-def _one_thread() -> None:
-    """Copying needs no more; pools of threads would only fight over the cores."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def _failure(folder: Path, part: int, status: int) -> Exception:
