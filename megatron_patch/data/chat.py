@@ -429,12 +429,18 @@ def _common(a: str, b: str) -> int:
     return low
 
 
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    longest_first = sorted(set(texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
 class Renderer:
     """Renders conversations and proves where their trained turns are.
 
     Args:
         template: The chat template.
-        specials: Texts of special tokens: they end turns and mark their headers.
+        specials: Texts of special tokens: they end turns, and none stands inside one.
+        added: Texts of all added tokens: headers begin with one (DeepSeek's are not special).
         variables: Variables of the template for all conversations.
     """
 
@@ -442,13 +448,14 @@ class Renderer:
         self,
         template: ChatTemplate,
         specials: Sequence[str],
+        added: Sequence[str] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> None:
         self.template = template
         self.variables = dict(variables or {})
-        texts = sorted({text for text in specials if text.strip()}, key=len, reverse=True)
-        self._stops = tuple(texts)
-        self._special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        self._stops = tuple({text for text in specials if text.strip()})
+        self._special = _any_of(self._stops)
+        self._added = _any_of([*self._stops, *(text for text in added if text.strip())])
 
     def render(self, chat: Conversation) -> Rendered:
         """The text and its trained spans.
@@ -574,10 +581,10 @@ class Renderer:
         if not text.endswith(after):
             raise self._unproven(number, "what the template writes after it depends on its text")
         limit = _common(before, text)  # the template's own text up to here
-        marks = list(self._special.finditer(header))
-        if not marks:
-            raise self._unproven(number, "the generation prompt has no special token to find it by")
-        anchor = header[: marks[-1].end()]
+        mark = self._added.search(header)
+        if mark is None:
+            raise self._unproven(number, "the generation prompt has no added token to find it by")
+        anchor = header[: mark.end()]
         at = text.rfind(anchor, 0, limit)
         if at < 0:
             raise self._unproven(number, "the generation prompt is not in the text before it")
@@ -667,15 +674,13 @@ class Encoder:
         self.template = template
         self.options = options
         self._fast = _without_post_processor(tokenizer)
-        specials = [
-            str(token.content)
-            for token in self._fast.get_added_tokens_decoder().values()
-            if token.special
-        ]
+        known = self._fast.get_added_tokens_decoder().values()
+        added = [str(token.content) for token in known]
+        specials = [str(token.content) for token in known if token.special]
         if tokenizer.eod is not None:
             specials.append(tokenizer.eod.text)
         self._renderer = (
-            Renderer(template, specials, options.variables) if template is not None else None
+            Renderer(template, specials, added, options.variables) if template is not None else None
         )
 
     def encode(

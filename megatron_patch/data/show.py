@@ -86,9 +86,13 @@ def histogram(
 
 
 def _encoded(
-    job: sft_store.Job, encoder: Encoder, counts: Counter[str], refused: list[str]
+    job: sft_store.Job,
+    encoder: Encoder,
+    counts: Counter[str],
+    refused: list[str],
+    most: int | None,
 ) -> Iterator[tuple[str, Sample]]:
-    """Where each sample comes from, and the sample."""
+    """Where each sample comes from, and the sample; ends with the block that reaches ``most``."""
     for source in sft_store.chat_files(job):
         noun, before = sources.NOUNS[source.form], 0
         for task in sources.tasks([source], sft_store.whole_records(), block=1 << 18):
@@ -105,6 +109,8 @@ def _encoded(
                 elif outcome is not None:
                     yield where, outcome
             before += batch.items
+            if most is not None and counts["samples"] >= most:
+                return
 
 
 def show(
@@ -123,7 +129,7 @@ def show(
         count: Samples to print.
         png: Where the histogram goes, or None.
         coloured: Colours, or brackets.
-        most: Samples to read, or None: all.
+        most: Stop reading after so many samples, at the end of a block; None reads all.
         pack_length: Report how full packs of this length would be, or None.
 
     Raises:
@@ -136,16 +142,15 @@ def show(
     refused: list[str] = []
     lengths: list[int] = []
     trained: list[int] = []
-    for where, sample in _encoded(job, encoder, counts, refused):
+    for where, sample in _encoded(job, encoder, counts, refused, most):
         if len(lengths) < count:
             head = f"--- {where}: {sample.ids.size} tokens, {int(sample.mask.sum())} trained"
             print(f"{_DIM}{head}{_END}" if coloured else head)
             print(colour(sample, decode, coloured=coloured))
         lengths.append(int(sample.ids.size))
         trained.append(int(sample.mask.sum()))
-        if most is not None and len(lengths) >= most:
-            print(f"\nstopped after {most} samples (--max-samples)")
-            break
+    if most is not None and len(lengths) >= most:
+        print(f"\nstopped after {len(lengths)} samples (--max-samples {most})")
     print()
     print("\n".join(sft_store.count_lines(counts)))
     for line in refused[:10]:

@@ -12,9 +12,10 @@ import text_fixtures
 TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "chat_templates"
 SPECIALS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|start_header_id|>",
-    "<|end_header_id|>", "<|eot_id|>", "<|user|>", "<|assistant|>",
+    "<|end_header_id|>", "<|eot_id|>",
 ]  # fmt: skip
-ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+#: Added but not special, as DeepSeek's role tokens are.
+ADDED = ["<|user|>", "<|assistant|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 
 @functools.cache

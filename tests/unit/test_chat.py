@@ -329,6 +329,7 @@ def test_what_cannot_be_proven_is_refused(models, name, record, why):
 BAD_TEMPLATES = {
     "writes its text 2 times": "{{ m.content }}{{ m.content }}",
     "depends on its text": "{{ m.content }}{{ m.content | length }}",
+    "otherwise than a last turn": "{{ m.content }}{% if not loop.last %}|{% endif %}",
 }
 
 

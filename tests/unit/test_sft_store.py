@@ -304,6 +304,11 @@ def test_show(model, tmp_path, capsys):
     assert "\x1b" not in out
     assert "⟦<tool_call>" in out and "<|im_end|>⟧" in out
     assert out.count("--- ") == 2
+    assert show.main([*flags, "--max-samples", "5"]) == 0
+    out, _ = capsys.readouterr()
+    stopped = int(out.split("stopped after ")[1].split()[0])
+    assert stopped >= 5
+    assert f"samples    {stopped} with" in out
     assert show.main(["show", "--data", "none", "--hf-model", str(model)]) == 2
     assert "does not exist" in capsys.readouterr().err
     assert "data" in cli.COMMANDS
