@@ -363,7 +363,8 @@ def find_hf(step: Path) -> Path:
     Raises:
         UserError: None is there.
     """
-    for folder in (step, step.parent, step.parent.parent):
+    run = [step.parent.parent] if step.parent.name == "checkpoints" else []
+    for folder in (step, step.parent, *run):
         if (folder / "hf" / "config.json").exists():
             return folder / "hf"
     raise UserError(
