@@ -22,7 +22,9 @@ def dataset_config(args: Namespace) -> Any:
         multiple_validation_sets=args.multiple_validation_sets,
         full_validation=args.full_validation,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
+        path_to_cache=_cache(args.data_cache_path, blend, blend_per_split),
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         mmap_bin_files=args.mmap_bin_files,
         tokenizer=get_tokenizer(),
         reset_position_ids=args.reset_position_ids,
@@ -30,6 +32,37 @@ def dataset_config(args: Namespace) -> Any:
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
+
+
+def _cache(folder: str | None, *blends: Any) -> str | None:
+    """A folder of its own for the data as it is now.
+
+    Upstream's cache is keyed by paths and settings: files replaced under the same name would be
+    read in the order, and only as far, as the old ones were.
+
+    Args:
+        folder: where caches go, or None for upstream's default beside the data.
+        blends: `(prefixes, weights)`, None, or lists of these.
+    """
+    import hashlib
+    import os
+
+    if folder is None:
+        return None
+    digest = hashlib.sha256()
+    queue = list(blends)
+    while queue:
+        item = queue.pop(0)
+        if isinstance(item, str) and os.path.exists(item + ".idx"):
+            size = os.path.getsize(item + ".idx")
+            digest.update(f"{item} {size} {os.path.getsize(item + '.bin')} ".encode())
+            with open(item + ".idx", "rb") as index:
+                digest.update(index.read(1 << 20))
+                index.seek(max(0, size - (1 << 20)))
+                digest.update(index.read())
+        elif isinstance(item, list | tuple):
+            queue.extend(item)
+    return os.path.join(folder, digest.hexdigest()[:16])
 
 
 def datasets_provider(

@@ -528,6 +528,7 @@ class Plan:
             "own": dataclasses.asdict(self.own),
             "notes": self.notes,
             "run": dataclasses.asdict(self.run) if self.run else None,
+            "rope": dataclasses.asdict(self.model.rope) if self.model else None,
             "world_size": self.world_size,
             "device": self.device,
         }

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_patch.models.rope import is_plain
 from megatron_patch.training import memory
 from megatron_patch.training.args import (
     AUTO,
@@ -309,6 +310,28 @@ def _device_refusals(plan: Plan) -> Iterator[str]:
         yield f"bf16 needs compute capability 8.0, {device} has {capability}; use --precision fp16"
 
 
+#: Accepted by Megatron's parser and read by nothing on this path: attention is causal over the
+#: whole sequence, positions are those of the sequence, and the data is plain token streams.
+_IGNORED = (
+    "reset_attention_mask",
+    "reset_position_ids",
+    "create_attention_mask_in_dataloader",
+    "dataloader_inter_document_masking",
+    "fim_data",
+    "sft",
+    "per_dataset_sequences_path",
+    "dataloader_fast_cache_load",
+)
+_ROPE_FLAGS = [
+    "position_embedding_type",
+    "rope_scaling_factor",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+]
+
+
 def _effect_refusals(plan: Plan) -> Iterator[str]:
     """Settings of the user's that would change nothing."""
     values = plan.values
@@ -322,6 +345,19 @@ def _effect_refusals(plan: Plan) -> Iterator[str]:
         ]
         for dest in idle:
             yield f"{flag_name(dest)} has no effect: the model has no experts; drop it"
+    for dest in _IGNORED:
+        if plan.given(dest) and values[dest]:
+            yield f"{flag_name(dest)} has no effect in pretraining here; drop it"
+    if plan.model is not None:
+        fixed = ["vocab_size", "make_vocab_size_divisible_by"]
+        if not is_plain(plan.model.rope):
+            fixed += _ROPE_FLAGS
+        for dest in fixed:
+            if plan.given(dest):
+                yield (
+                    f"{flag_name(dest)} has no effect: config.json of --hf-model decides; "
+                    "change it there"
+                )
     if memory.virtual_stages(values) > 1 and values["pipeline_model_parallel_size"] == 1:
         yield (
             f"--vpp {memory.virtual_stages(values)} has no effect with --pp 1: there is no "

@@ -11,6 +11,7 @@ import fcntl
 import functools
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -47,9 +48,20 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def _single_process() -> None:
-    """Without torchrun one process is the whole world."""
+    """Without torchrun one process is the whole world.
+
+    Raises:
+        UserError: several processes were started, and nobody told them their ranks.
+    """
     if "RANK" in os.environ:
         return
+    for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        size = os.environ.get(name, "")
+        if size.isdigit() and int(size) > 1:
+            raise UserError(
+                f"{name}={size} but RANK is not set: each of the {size} processes would train "
+                "alone, into the same directory. Start with torchrun or a launcher of examples/"
+            )
     import socket
 
     with socket.socket() as s:
@@ -162,9 +174,9 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
     from megatron_patch.training import args as arguments
     from megatron_patch.training import parallel
 
-    _single_process()
     started = time.time()
     try:
+        _single_process()
         if {"dry_run", "json"} & set(arguments.parse(argv)):
             # The launcher prints the command line too; without it the plan is what there is.
             return parallel.main(list(argv)) if rank_and_world()[0] == 0 else 0
@@ -204,11 +216,15 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
                 flush=True,
             )
         return 0
+    # On every rank: the record is rewritten after the first step, which no rank reaches alone.
+    changes = _changes(output / "resolved_args.json", plan) if output is not None else []
     if rank == 0:
         for note in plan.notes:
             print(f"> {note}", flush=True)
         if output is not None:
-            _prepare(output, plan)
+            _prepare(output)
+        for line in changes:
+            print(f"> {line}", flush=True)
     with _in_words():
         args = parse(plan, output / "logs" if output is not None and rank == 0 else None)
         config = model_config(args, plan.model)
@@ -264,16 +280,14 @@ def _exit_status(leaving: SystemExit) -> int:
     return code if isinstance(code, int) else 0 if code is None else 1
 
 
-def _prepare(output: Path, plan: Plan) -> None:
-    """The run directory with what the run was asked and where it ran."""
+def _prepare(output: Path) -> None:
+    """The run directory, this process's lock on it, and where the run is."""
     from megatron_patch import info
     from megatron_patch.training import metrics
 
     for name in ("checkpoints", "logs", "tensorboard"):
         (output / name).mkdir(parents=True, exist_ok=True)
     _lock(output)
-    for line in _changes(output / "resolved_args.json", plan):
-        print(f"> {line}", flush=True)
     # Asks nvidia-smi and imports packages in child processes: seconds that training need not wait.
     threading.Thread(
         target=lambda: atomic_write(output / "env.json", metrics.to_json(info.gather())),
@@ -327,10 +341,24 @@ def finished(plan: Plan) -> int | None:
     return step if step >= plan.run.iters else None
 
 
+#: Values that may differ between starts without a word: layout, machine, files of the run itself.
+_FREE = re.compile(
+    r".*parallel.*|.*overlap.*|.*fusion.*|.*interval.*|tensorboard_dir|save|load|data_cache_path|"
+    r"exit_.*|log_.*|num_workers|micro_batch_size|distributed_.*|manual_gc.*|recompute.*|"
+    r"train_(iters|samples)|pretrained_checkpoint|moe_.*dispatcher.*|.*timeout.*|"
+    r"moe_(grouped_gemm|permute_fusion)|.*offload.*|eval_iters|no_persist_layer_norm|ckpt_.*"
+)
+
+
 def _changes(previous: Path, plan: Plan) -> list[str]:
-    """What the command line changes in a run that has been started before."""
+    """What the command line changes in a run that has been started before.
+
+    Raises:
+        UserError: the network itself is another one.
+    """
     import json
 
+    from megatron_patch.training import metrics
     from megatron_patch.training.args import flag_name
 
     try:
@@ -350,14 +378,24 @@ def _changes(previous: Path, plan: Plan) -> list[str]:
                 f"the data is now read {passes[1]} times in place of {passes[0]}, in an order "
                 "drawn anew for all passes: sequences already trained on may come before others"
             )
-    for dest in ("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "global_batch_size",
-                 "seq_length", "weight_decay", "clip_grad", "seed"):  # fmt: skip
-        old, new = before.get("values", {}).get(dest), plan.values[dest]
-        if (
-            dest in before.get("values", {})
-            and old != new
-            and not (dest == "lr_warmup_iters" and not plan.given(dest))
-        ):
+    then, now = before.get("values", {}), json.loads(metrics.to_json(plan.as_dict()))
+    network = set(plan.model.args) if plan.model else set()
+    network -= {"attention_dropout", "hidden_dropout", "moe_aux_loss_coeff", "init_method_std"}
+    other = {d: (then[d], v) for d, v in now["values"].items() if d in then and then[d] != v}
+    if before.get("rope") and before["rope"] != now["rope"]:
+        other["rope"] = (before["rope"], now["rope"])
+        network.add("rope")
+    if plan.values["exit_on_missing_checkpoint"] and network & set(other):
+        words = ", ".join(
+            f"{d} {other[d][0]} -> {other[d][1]}" for d in sorted(network & set(other))
+        )
+        raise UserError(
+            f"the model is another one than at the last start of this run: {words}. Give the old "
+            "config.json, or another --output-dir (with --init-from for these weights)"
+        )
+    for dest, (old, new) in other.items():
+        derived = dest.startswith("lr_warmup") and not plan.given(dest)
+        if dest in network or not (derived or _FREE.fullmatch(dest)):
             lines.append(f"changed since the last start: {flag_name(dest)} {old} -> {new}")
     return lines
 

@@ -98,7 +98,7 @@ def test_a_checkpoint_with_weights_that_the_model_lacks(runs: Runs, tmp_path: Pa
 
 def test_going_on_with_another_model(runs: Runs, tmp_path: Path) -> None:
     argv = runs.command("plain", runs.folder / "normed", "--train-iters", "2")
-    runs.refused(tmp_path / "job", argv, "the checkpoint is of another model")
+    runs.refused(tmp_path / "job", argv, "the model is another one than at the last start")
 
 
 def test_a_mistyped_load(runs: Runs, tmp_path: Path) -> None:

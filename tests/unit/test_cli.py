@@ -131,7 +131,8 @@ def test_patches_verify_fails_on_a_changed_target():
     code = (
         "import sys; from dataclasses import replace; from megatron_patch.patches import registry\n"
         "real = registry._group\n"
-        "changed = [replace(p, fingerprint=('0' * 16,)) for p in real('core') if p.name == 'dataset-helpers']\n"
+        "one = [p for p in real('core') if p.name == 'dataset-helpers']\n"
+        "changed = [replace(p, fingerprint=('0' * 16,)) for p in one]\n"
         "registry._group = lambda group: changed\n"
         "sys.exit(registry.main(['--verify', '--group', 'core']))"
     )

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron_patch.data.idxmap import Writer
 from megatron_patch.training import args, metrics, run
+from megatron_patch.util import UserError
 
 CONFIG = Path(__file__).parent.parent / "fixtures" / "configs" / "qwen3-8b.json"
 
@@ -146,12 +149,52 @@ def test_a_changed_setting_is_named_with_both_values(hf, tmp_path):
     lines = changes(
         tmp_path, plan(hf), plan(hf, "--lr", "5e-5", "--seed", "7", "--global-batch-size", "32")
     )
-    assert lines == [
-        "changed since the last start: --lr 0.0001 -> 5e-05",
-        "changed since the last start: --min-lr 1e-05 -> 5e-06",  # a tenth of it
-        "changed since the last start: --global-batch-size 16 -> 32",
-        "changed since the last start: --seed 1234 -> 7",
-    ]
+    assert sorted(lines) == sorted(
+        [
+            "changed since the last start: --lr 0.0001 -> 5e-05",
+            "changed since the last start: --min-lr 1e-05 -> 5e-06",  # a tenth of it
+            "changed since the last start: --global-batch-size 16 -> 32",
+            "changed since the last start: --seed 1234 -> 7",
+        ]
+    )
+
+
+def test_another_data_set_and_precision_are_named(hf, tmp_path):
+    lines = changes(tmp_path, plan(hf), plan(hf, "--precision", "fp16", "--split", "98,2,0"))
+    text = "\n".join(lines)
+    assert "--bf16 True -> False" in text and "--split 100,0,0 -> 98,2,0" in text
+
+
+def test_another_network_is_refused_on_resume(hf, tmp_path):
+    output = tmp_path / "out"
+    (output / "checkpoints").mkdir(parents=True)
+    (output / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    before = plan(hf, "--output-dir", str(output))
+    saved = tmp_path / "resolved_args.json"
+    saved.write_bytes(metrics.to_json(before.as_dict()))
+    after = plan(hf, "--output-dir", str(output), "--norm-epsilon", "1e-2")
+    with pytest.raises(UserError, match=r"norm_epsilon .* -> 0\.01"):
+        run._changes(saved, after)
+
+
+def test_ranks_without_numbers_are_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    with pytest.raises(UserError, match="SLURM_NTASKS=8"):
+        run._single_process()
+
+
+def test_replaced_data_gets_an_index_of_its_own(tmp_path):
+    from megatron_patch.data.pretrain_dataset import _cache
+
+    folders = set()
+    for length in (5, 6):
+        with Writer(str(tmp_path / "d"), np.dtype(np.uint16), overwrite=True) as writer:
+            writer.write(np.arange(length), np.array([length]), np.array([1]))
+            writer.commit()
+        folders.add(_cache(str(tmp_path), ([str(tmp_path / "d")], None), None))
+    assert len(folders) == 2
+    assert _cache(None, ([str(tmp_path / "d")], None)) is None
 
 
 @pytest.mark.parametrize(("steps", "word"), [("200", "extended"), ("50", "shortened")])
