@@ -27,6 +27,7 @@ INERT: tuple[tuple[str, str], ...] = (
     ("_attn_implementation_internal", "which attention kernel transformers picks"),
     ("_commit_hash", "bookkeeping"),
     ("_flash_attn_2_enabled", "which attention kernel transformers picks"),
+    ("_model_name_or_path", "bookkeeping, written for GGUF files"),
     ("_name_or_path", "bookkeeping"),
     ("attn_implementation", "which attention kernel transformers picks"),
     ("bos_token_id", "the tokenizer's"),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_patch.convert import commands
+from megatron_patch.convert import commands, dist_io
 from megatron_patch.data.idxmap import Writer
 from megatron_patch.training import metrics
 from tests.dist.harness import RankServer
@@ -121,7 +121,7 @@ def test_training_starts_from_it(
         *("--seq-length", str(SEQUENCE), "--micro-batch-size", "1", "--global-batch-size", "4"),
         *("--train-iters", "1", "--lr", "1e-30", "--min-lr", "0", "--warmup-steps", "0"),
         *("--optimizer", "sgd", "--no-use-distributed-optimizer", "--no-overlap-param-gather"),
-        *("--weight-decay", "0", "--no-save-optim", *more),
+        *("--weight-decay", "0", *more),
     ]
     result = ranks.run("tests.dist.jobs:train", world, tmp_path / "job", argv=argv, weights=True)
     assert result.values == [{"status": 0}] * world
@@ -131,3 +131,34 @@ def test_training_starts_from_it(
     assert sorted(weights) == sorted(start.tensors)
     for name, value in weights.items():
         assert np.array_equal(value, start.tensors[name]), name
+    _exports(start, tmp_path, layout)
+
+
+def _load(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def _exports(start: Converted, folder: Path, layout: str) -> None:
+    """What the run saved, optimizer states beside, is the HF model again, bit for bit."""
+    import torch
+
+    checkpoints = folder / "run" / "checkpoints"
+    held = dist_io.read_checkpoint(dist_io.find_checkpoint(checkpoints))
+    assert any(key.startswith("optimizer.") for key in held.tensors)
+    down = next(
+        e for k, e in held.tensors.items() if k.endswith("self_attention.linear_proj.weight")
+    )
+    narrow = any(chunk.sizes[-1] != down.shape[-1] for chunk in down.chunks)
+    assert narrow == layout.startswith("tp2"), "columns are split over ranks under TP"
+    argv = ["--input-dir", str(folder / "run"), "--output-dir", str(folder / "back")]
+    status = commands.mcore2hf([*argv, "--hf-dir", str(start.hf), "--workers", "2"])
+    assert status == 0
+    given, back = _load(start.hf), _load(folder / "back")
+    assert sorted(given) == sorted(back)
+    for name, tensor in given.items():
+        assert torch.equal(tensor, back[name]), name

@@ -147,7 +147,7 @@ def test_there_and_back(kind: str, workers: str, tmp_path: Path, capsys: Any) ->
 
 def test_parts_on_their_own(tmp_path: Path, converted: tuple[Path, Path], capsys: Any) -> None:
     """As on several machines: each writes its part, one merges."""
-    hf, mcore = converted
+    hf, _ = converted
     assert to_megatron(hf, tmp_path / "m", "--part", "2/2") == 0
     assert to_megatron(hf, tmp_path / "m", "--merge") == 2
     assert "part 1 is not written yet" in capsys.readouterr().err
