@@ -261,6 +261,46 @@ def test_dry_run_reads_no_weights(tmp_path: Path, capsys: Any) -> None:
     assert not (tmp_path / "mcore").exists() and not list(tmp_path.glob("*.partial"))
 
 
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from megatron_patch.convert import plan, stream
+import torch, torch.distributed.checkpoint
+sys.path.insert(0, "tests/models")
+import test_convert
+torch.arange(10).sum()
+hf, out, back = map(Path, sys.argv[1:4])
+dtype = sys.argv[4] if len(sys.argv) > 4 else None
+layout = test_convert.layout(hf)
+imported = plan.plan_import(hf, dtype, lay_out=lambda _: layout)
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+before = peak()
+stream.convert(stream.Import.of(imported), out, 1)
+exported = plan.plan_export(out, hf, dtype, lay_out=lambda _: layout)
+stream.convert(stream.ExportJob(exported), back, 1)
+print(peak() - before, torch.cuda.is_initialized(), torch.distributed.is_initialized())
+assert "megatron" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("dtype", ["", "float32"])
+def test_memory_does_not_grow_with_the_tensors(dtype: str, tmp_path: Path, root: Path) -> None:
+    """A model of 300 MB with tensors of 140 MB passes through a few MB."""
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    config = QWEN3 | {"vocab_size": 550_001, "hidden_size": 128}
+    save(hf, {n: t.to(torch.bfloat16) for n, t in encoded(hf, config).items()})
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEASURED, hf, tmp_path / "m", tmp_path / "b",
+         *filter(None, [dtype])],
+        capture_output=True, text=True, cwd=root, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    grown, cuda, groups = done.stdout.split()[-3:]
+    assert int(grown) < 24 << 20, grown
+    assert (cuda, groups) == ("False", "False")
+
+
 # --- refusals ----------------------------------------------------------------------------------
 
 
