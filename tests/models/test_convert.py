@@ -521,7 +521,11 @@ def test_interrupted(how: signal.Signals, tmp_path: Path) -> None:
         "sys.exit(commands.hf2mcore(sys.argv[1:]))"
     )
     argv = ["--input-dir", str(hf), "--output-dir", str(tmp_path / "mcore")]
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, *argv])
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, *argv],
+        # A shell's background job inherits an ignored SIGINT, which Python would keep.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     partial = tmp_path / "mcore.partial"
     deadline = time.monotonic() + 120
     while not any(partial.glob("release/*.distcp")) and time.monotonic() < deadline:
