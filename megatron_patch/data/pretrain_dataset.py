@@ -95,7 +95,3 @@ def datasets_provider(
     return BlendedMegatronDatasetBuilder(
         kind, train_val_test_num_samples, on_this_rank, dataset_config(args)
     ).build()
-
-
-#: Upstream calls the provider on every rank only when this is set.
-datasets_provider.is_distributed = True  # type: ignore[attr-defined]

@@ -18,10 +18,15 @@ KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 def needs_batch(config: Any, vp_stage: int | None) -> bool:
     """Whether this stage reads tokens or labels: the first, the last, and those with MTP layers."""
-    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
     from megatron.training.utils import is_first_or_last_pipeline_stage
 
-    return is_first_or_last_pipeline_stage(vp_stage) or mtp_on_this_rank(
+    return is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(config, vp_stage)
+
+
+def _has_mtp(config: Any, vp_stage: int | None) -> bool:
+    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+
+    return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
         mtp_num_layers=config.mtp_num_layers,
         ignore_virtual=False,
@@ -58,7 +63,6 @@ def get_batch(
         A dict with the names in `KEYS`.
     """
     from megatron.core import mpu
-    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
     from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
     from megatron.training import get_args
 
@@ -85,12 +89,7 @@ def get_batch(
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=mtp_on_this_rank(
-            layout=config.pipeline_model_parallel_layout,
-            mtp_num_layers=config.mtp_num_layers,
-            ignore_virtual=False,
-            vp_stage=vp_stage,
-        ),
+        mtp_on_this_rank=_has_mtp(config, vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
