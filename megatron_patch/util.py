@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -12,6 +14,40 @@ class UserError(ValueError):
 
     Command-line entry points print it as ``error: ...`` and exit with code 2, without a traceback.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a setting may take; NaN and infinities never are among them.
+
+    Attributes:
+        low: Lowest number, or None.
+        high: Highest number, or None.
+        above: ``low`` itself is excluded.
+        below: ``high`` itself is excluded.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    below: bool = False
+
+    def wanted(self, value: object) -> str | None:
+        """What is needed in place of ``value``, as words; None where it is a number in range."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return "a number"
+        if isinstance(value, float) and not math.isfinite(value):
+            return "a finite number"
+        low, high = self.low, self.high
+        few = low is not None and (value < low or (value == low and self.above))
+        many = high is not None and (value > high or (value == high and self.below))
+        if not few and not many:
+            return None
+        least = f"{'more than' if self.above else 'at least'} {low}"
+        most = f"{'less than' if self.below else 'at most'} {high}"
+        if low is None or high is None or high > 1:
+            return least if few else most
+        return f"{least} and {most}"
 
 
 def atomic_write(path: str | os.PathLike[str], content: bytes | str) -> None:

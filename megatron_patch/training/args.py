@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch import _compat
+from megatron_patch.training.flags import number_problem
 from megatron_patch.util import UserError, human_count
 
 if TYPE_CHECKING:
@@ -969,10 +970,16 @@ def read_count(text: str) -> int:
         raise ValueError(text)
     number = match[1].replace("_", "")
     scale = _SUFFIX[match[2].lower()]
+    if number.isdigit():
+        return int(number) * scale
     exact = float(number) * scale
-    if not number.isdigit() and exact != round(exact):
+    if not math.isfinite(exact) or exact != round(exact):
         raise ValueError(text)
-    return int(number) * scale if number.isdigit() else round(exact)
+    return round(exact)
+
+
+#: More than any model has layers: a pattern is written out in memory.
+_MOST_ENTRIES = 1 << 20
 
 
 def read_pattern(text: str) -> int | list[Any]:
@@ -990,12 +997,15 @@ def read_pattern(text: str) -> int | list[Any]:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return walk(left) + walk(right)
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return walk(left) * walk(right)
+                factors = walk(left), walk(right)
+                size = math.prod(len(f) if isinstance(f, list) else f for f in factors)
+                if size <= _MOST_ENTRIES:
+                    return factors[0] * factors[1]
         raise ValueError(text)
 
     try:
         value = walk(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError) as problem:
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as problem:
         raise ValueError(text) from problem
     if not isinstance(value, int | list):
         raise ValueError(text)
@@ -1018,11 +1028,18 @@ def _convert(option: _Option, text: str, token: str) -> Any:
     try:
         value = reader(token)
     except ValueError as problem:
-        raise UserError(f"{text} {token}: {wanted} is needed") from problem
+        raise UserError(f"{text} {_short(token)}: {wanted} is needed") from problem
+    if needed := number_problem(option.dest, value):
+        raise UserError(f"{text} {_short(token)}: {needed} is needed")
     if option.choices and value not in option.choices:
         allowed = ", ".join(str(c) for c in option.choices)
         raise UserError(f"{text} {token}: not one of {allowed}")
     return value
+
+
+def _short(token: str) -> str:
+    """A value for a message, which thousands of digits would drown."""
+    return token if len(token) <= 60 else f"{token[:40]}... ({len(token)} characters)"
 
 
 def _read_bool(token: str) -> bool:
@@ -1114,6 +1131,11 @@ def _join(
     eos = None
     if own.hf_model:
         plan.model, eos = _model(own.hf_model)
+        for dest, value in plan.model.args.items():
+            if needed := number_problem(dest, value):
+                raise UserError(
+                    f"{own.hf_model}/config.json makes {flag_name(dest)} {value}; {needed} is needed"
+                )
         put(plan.model.args, MODEL_CONFIG)
         plan.notes += plan.model.notes
         for dest, given in user.items():
@@ -1197,10 +1219,7 @@ def _world_size(own: OwnFlags, device: str, world_size: int | None) -> int:
     asked = own.world_size or (product if own.nodes or own.gpus_per_node else None)
     if world_size is not None and asked is not None and asked != world_size:
         raise UserError(f"{asked} ranks asked for, but this run has {world_size}; drop the flag")
-    size = world_size or asked or product
-    if size < 1:
-        raise UserError(f"--world-size {size}: at least 1 is needed")
-    return size
+    return world_size or asked or product
 
 
 def _model(directory: str) -> tuple[ModelSpec, int | None]:
@@ -1445,8 +1464,6 @@ def _length(
         if need or asked:
             raise UserError("--seq-length is missing: tokens a sequence, for example 4096")
         return
-    if values["micro_batch_size"] < 1:
-        raise UserError(f"--micro-batch-size {values['micro_batch_size']}: at least 1 is needed")
     batch = values["global_batch_size"]
     if batch is None:
         batch = values["micro_batch_size"] * plan.data_parallel_size
@@ -1455,9 +1472,6 @@ def _length(
             f"--global-batch-size {batch}: micro batch {values['micro_batch_size']} x "
             f"{plan.data_parallel_size} data-parallel ranks"
         )
-    for name, number in (("--seq-length", values["seq_length"]), ("--global-batch-size", batch)):
-        if number < 1:
-            raise UserError(f"{name} {number}: at least 1 is needed")
     if not asked:
         if need:
             raise UserError(
@@ -1468,8 +1482,6 @@ def _length(
     given = asked[0]
     unit, amount = given.option.dest, given.value
     said = f"{given.spelling} {' '.join(given.tokens)}"
-    if amount <= 0:
-        raise UserError(f"{said}: more than 0 is needed")
     length = values["seq_length"]
     data_tokens = _epoch_tokens(plan, required=unit == "epochs")
     if unit == "epochs":

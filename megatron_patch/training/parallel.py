@@ -141,17 +141,6 @@ def _shape(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{flag_name(dest)} is missing: {hint}"
     if not values["padded_vocab_size"]:
         yield "--padded-vocab-size is missing: give --hf-model DIR"
-    for dest in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "micro_batch_size",
-        "num_virtual_stages_per_pipeline_rank",
-    ):
-        if values[dest] is not None and values[dest] < 1:
-            yield f"{flag_name(dest)} {values[dest]}: at least 1 is needed"
 
 
 def _layout_refusals(values: Mapping[str, Any], world: int) -> Iterator[str]:

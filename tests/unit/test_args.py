@@ -12,6 +12,7 @@ import pytest
 
 from megatron_patch import _compat
 from megatron_patch.training import args
+from megatron_patch.training.flags import RANGES, number_problem
 from megatron_patch.util import UserError, atomic_write, human_bytes, human_count
 
 CONFIGS = Path(__file__).parent.parent / "fixtures" / "configs"
@@ -120,6 +121,54 @@ def test_wrong_values(argv: list[str], text: str) -> None:
     with pytest.raises(UserError) as caught:
         args.parse(argv)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("--lr nan", "--lr -1", "--lr inf", "--lr 0", "--min-lr -1e-5", "--min-lr nan"),
+        *("--train-iters 1e400", "--train-iters 0", "--train-iters -1", "--train-tokens 9e19"),
+        *(
+            "--epochs nan",
+            "--epochs 0",
+            "--epochs -1",
+            "--seed 0",
+            "--seed -1",
+            "--seed 99999999999",
+        ),
+        *("--log-interval 0", "--save-interval 0", "--eval-interval 0", "--eval-iters -1"),
+        *("--adam-beta1 1", "--adam-beta2 -0.1", "--adam-eps 0", "--weight-decay nan"),
+        *("--clip-grad nan", "--clip-grad -1", "--hidden-dropout 1.5", "--attention-dropout 1"),
+        *("--micro-batch-size 0", "--global-batch-size 0", "--seq-length 0", "--tp 0", "--cp -2"),
+        *("--warmup-steps -1", "--world-size 0", "--nodes 99999999", "--num-layers 1000000000"),
+        *("--gpu-memory 0", "--norm-epsilon inf", "--sgd-momentum nan", "--init-method-std nan"),
+        *("--rotary-percent 0", "--exit-interval 0", f"--train-iters {'9' * 5000}"),
+        *("--moe-layer-freq [0]*9999999999", f"--moe-layer-freq {'(' * 9000}"),
+    ],
+)
+def test_numbers_out_of_range(line: str) -> None:
+    """Each names the flag, the value and what is needed, and says so at once."""
+    flag, value = line.split()
+    with pytest.raises(UserError) as caught:
+        args.parse([flag, value])
+    message = str(caught.value)
+    assert message.startswith(f"{flag} {value[:40]}") and message.endswith("is needed")
+    assert len(message) < 200
+
+
+def test_numbers_at_the_ends_of_their_ranges() -> None:
+    for line in (
+        "--min-lr 0 --adam-beta1 0 --clip-grad 0 --weight-decay 0 --hidden-dropout 0 --seed 1",
+        "--eval-iters 0 --warmup-steps 0 --num-workers 0 --optimizer-offload-fraction 1",
+    ):
+        args.parse(line.split())
+
+
+def test_every_range_is_of_a_flag() -> None:
+    own = {flag.dest for flag in args.OWN_FLAGS}
+    assert [d for d in RANGES if d not in args.megatron_defaults() and d not in own] == []
+    for dest, value in args.megatron_defaults().items():
+        assert number_problem(dest, value) is None, dest
 
 
 def test_negative_numbers_are_values() -> None:
@@ -344,7 +393,7 @@ def test_epoch_counts_the_training_split(hf: str, tmp_path: Path) -> None:
     [
         ((), "--train-tokens, --train-iters, --train-samples, --epochs"),
         (("--train-tokens", "1M", "--train-iters", "5"), "one length"),
-        (("--train-iters", "0"), "more than 0"),
+        (("--train-iters", "0"), "at least 1"),
         (("--epochs", "1"), "--data-path"),
         (("--epochs", "1", "--data-path", "/nowhere/d"), "/nowhere/d.idx"),
         (("--train-iters", "100", "--warmup-steps", "100"), "--warmup-steps 100"),

@@ -270,7 +270,7 @@ REFUSALS = [
     ("--cpu-offloading --pp 2", "--pp 1", "--pp 2", "use --tp"),
     ("--cpu-offloading --recompute-granularity selective", "--cpu-offloading", "selective", "keep"),
     ("--min-lr 1e-3", "0.001", "0.0001", "lower it"),
-    ("--mbs 0", "--micro-batch-size 0", "1", "needed"),
+    ("--mbs 0", "--mbs 0", "1", "needed"),
     ("--tp 0", "--tp 0", "1", "needed"),
 ]
 
