@@ -332,6 +332,17 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         choices=("te", "torch"),
         default="te where it is installed",
     ),
+    OwnFlag(
+        "--linear-cross-entropy",
+        (),
+        "linear_cross_entropy",
+        "str",
+        _MEMORY,
+        "output layer and loss in one, without ever holding all logits",
+        "auto|on|off",
+        choices=("auto", "on", "off"),
+        default="auto: on for GPUs, where the loss is a plain sum over tokens",
+    ),
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
     OwnFlag("--json", (), "json", "flag", _TOOL, "machine-readable output of check and dry run"),
@@ -388,6 +399,7 @@ class OwnFlags:
     precision: str | None = None
     fp8: str | None = None
     backend: str | None = None
+    linear_cross_entropy: str | None = None
     cpu_offloading: bool = False
     cpu_offloading_optimizer: bool = False
     dry_run: bool = False
@@ -465,6 +477,7 @@ class Plan:
         world_size: Ranks planned for.
         device: ``cpu``, ``cuda`` or a key of :data:`DEVICES`.
         environment: What the defaults were based on.
+        linear_cross_entropy: Whether output layer and loss are one operation.
     """
 
     values: dict[str, Any]
@@ -476,6 +489,7 @@ class Plan:
     world_size: int
     device: str
     environment: Environment
+    linear_cross_entropy: bool = False
     _raw: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     def megatron_argv(self) -> list[str]:
@@ -532,6 +546,7 @@ class Plan:
             "rope": dataclasses.asdict(self.model.rope) if self.model else None,
             "world_size": self.world_size,
             "device": self.device,
+            "linear_cross_entropy": self.linear_cross_entropy,
         }
 
 
@@ -1165,6 +1180,7 @@ def _join(
     _launch_defaults(plan, frozenset(user), put)
     _tokenizer(plan, eos, put)
     _tp_overlap(plan, multicast)
+    _linear_cross_entropy(plan)
     _directories(plan, put)
     _length(plan, found, need_length, put)
     return plan
@@ -1343,6 +1359,31 @@ def _tp_overlap(plan: Plan, multicast: Callable[[], bool] | None) -> None:
         plan.values["tp_comm_overlap"] = False
         plan.source["tp_comm_overlap"] = "hardware"
         plan.notes.append(f"--tp-comm-overlap is off: {reason}; training goes on without it")
+
+
+def _linear_cross_entropy(plan: Plan) -> None:
+    """Fuse output layer and loss where that is exact; asked for where it is not: an error."""
+    asked, values = plan.own.linear_cross_entropy or "auto", plan.values
+    if asked == "off":
+        return
+    reasons = {
+        "it needs --calculate-per-token-loss": not values["calculate_per_token_loss"],
+        "fp16 scales the loss": values["fp16"],
+        "--use-mup scales the logits": values["use_mup"],
+        "--defer-embedding-wgrad-compute keeps what it does away with": values[
+            "defer_embedding_wgrad_compute"
+        ],
+        "FSDP holds gradients in a form of its own": (
+            values["use_torch_fsdp2"] or values["use_megatron_fsdp"]
+        ),
+    }
+    reason = next((words for words, true in reasons.items() if true), None)
+    if reason is None:
+        plan.linear_cross_entropy = asked == "on" or plan.device != "cpu"
+    elif asked == "on":
+        raise UserError(f"--linear-cross-entropy on: {reason}")
+    elif plan.device != "cpu":
+        plan.notes.append(f"--linear-cross-entropy is off: {reason}")
 
 
 # --- directories ------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_patch.models.family import ModelSpec
 
 
@@ -28,9 +26,11 @@ def mask_padded_vocab(model: Any, true_vocab_size: int) -> None:
     per_rank = layer.output_size_per_partition
     first_padded = true_vocab_size - layer.tp_group.rank() * per_rank
 
-    def hook(_module: Any, _args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    def hook(_module: Any, _args: Any, given: dict[str, Any], output: Any) -> Any:
         import torch
 
+        if given.get("labels") is not None:
+            return output  # losses (ops/linear_cross_entropy.py), whose softmax knows the padding
         logits, bias = output
         start = true_vocab_size if logits.shape[-1] != per_rank else first_padded
         if start >= logits.shape[-1]:
@@ -39,15 +39,18 @@ def mask_padded_vocab(model: Any, true_vocab_size: int) -> None:
         column = torch.arange(logits.shape[-1], device=logits.device)
         return logits.masked_fill(column >= start, torch.finfo(logits.dtype).min), bias
 
-    layer.register_forward_hook(hook)
+    layer.register_forward_hook(hook, with_kwargs=True)
 
 
-def model_config(args: Namespace, spec: ModelSpec | None) -> Any:
+def model_config(
+    args: Namespace, spec: ModelSpec | None, *, linear_cross_entropy: bool = False
+) -> Any:
     """The `GPTModelConfig` for `args`, with this library's hooks.
 
     Args:
         args: validated Megatron arguments.
         spec: the family's resolution of `config.json`; None for a model given by Megatron flags.
+        linear_cross_entropy: make output layer and loss one operation.
 
     Returns:
         A `megatron.training.models.gpt.GPTModelConfig`. Hooks run on every stage before it is
@@ -64,6 +67,13 @@ def model_config(args: Namespace, spec: ModelSpec | None) -> Any:
             if spec is not None:
                 apply_rope(stage, spec.rope)
                 mask_padded_vocab(stage, spec.true_vocab_size)
+            stage.fused_loss = None
+            if linear_cross_entropy:
+                from megatron_patch.ops import linear_cross_entropy as fused
+
+                fused.install(
+                    stage, spec.true_vocab_size if spec is not None else args.padded_vocab_size
+                )
         return stages
 
     config.pre_wrap_hooks = [*config.pre_wrap_hooks, before_wrapping]

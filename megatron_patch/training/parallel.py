@@ -509,7 +509,7 @@ def check(plan: Plan, *, trust_memory: bool = True) -> Report:
         )
     warnings += _data_warnings(plan)
     try:
-        stages = memory.memory(values, plan.world_size, plan.device)
+        stages = _memory(plan, values, plan.world_size)
         sent = memory.traffic(values, plan.world_size)
     except UserError:
         stages, sent = [], None
@@ -554,6 +554,11 @@ def _data_warnings(plan: Plan) -> Iterator[str]:
                 yield f"{prefix}{suffix} is not on this machine"
 
 
+def _memory(plan: Plan, values: Mapping[str, Any], world: int) -> list[Memory]:
+    """Memory of every stage, at these values in place of the plan's."""
+    return memory.memory(values, world, plan.device, linear_cross_entropy=plan.linear_cross_entropy)
+
+
 def _too_large(plan: Plan, worst: Memory, limit: int) -> list[str]:
     """The refusal about memory with the first remedy that is enough."""
     where = f" on stage {worst.stage}" if plan.values["pipeline_model_parallel_size"] > 1 else ""
@@ -565,7 +570,7 @@ def _too_large(plan: Plan, worst: Memory, limit: int) -> list[str]:
                 _batch_refusals(trial, plan.world_size)
             ):
                 continue
-            peak = max(m.total for m in memory.memory(trial, plan.world_size, plan.device))
+            peak = max(m.total for m in _memory(plan, trial, plan.world_size))
         except UserError:
             continue
         if peak <= limit:
@@ -781,7 +786,7 @@ def _judge(
     try:
         if any(_layout_refusals(trial, world)) or any(_batch_refusals(trial, world)):
             return None
-        total = max(m.total for m in memory.memory(trial, world, plan.device))
+        total = max(m.total for m in _memory(plan, trial, world))
     except UserError:
         return None
     if total > TIGHT * limit:

@@ -227,7 +227,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             print(f"> {line}", flush=True)
     with _in_words():
         args = parse(plan, output / "logs" if output is not None and rank == 0 else None)
-        config = model_config(args, plan.model)
+        config = model_config(args, plan.model, linear_cross_entropy=plan.linear_cross_entropy)
     metrics.RECORDER = metrics.Recorder(
         output / metrics.FILE if output is not None else None,
         rank=rank,

@@ -44,5 +44,6 @@ def forward_step(
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        output_processor=get_attr_wrapped_model(model, "fused_loss"),
     )
     return output, partial(_loss, batch["loss_mask"])

@@ -44,6 +44,10 @@ LAYOUTS = (
     Layout("cp2-tp2", 4, ("--tp", "2", "--cp", "2")),
     Layout("recompute", 1, ("--recompute-granularity", "full", "--recompute-method", "uniform",
                             "--recompute-num-layers", "1")),
+    Layout("linear-ce", 1, ("--linear-cross-entropy", "on")),
+    Layout("linear-ce-tp2", 2, ("--linear-cross-entropy", "on", "--tp", "2",
+                                "--no-sequence-parallel"), moe=False),
+    Layout("linear-ce-tp2-pp2", 4, ("--linear-cross-entropy", "on", "--tp", "2", "--pp", "2")),
 )  # fmt: skip
 
 CASES = [
