@@ -616,6 +616,7 @@ def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
         "--fp8": "delayed",
         "--parallel": "auto",
         "--backend": "torch",
+        "--linear-cross-entropy": "off",
         "--env": "slurm",
         "--device": "h200",
         "--train-tokens": "1B",
