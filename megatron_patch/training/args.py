@@ -1149,7 +1149,8 @@ def _join(
         for dest, value in plan.model.args.items():
             if needed := number_problem(dest, value):
                 raise UserError(
-                    f"{own.hf_model}/config.json makes {flag_name(dest)} {value}; {needed} is needed"
+                    f"{own.hf_model}/config.json makes {flag_name(dest)} {value}; "
+                    f"{needed} is needed"
                 )
         put(plan.model.args, MODEL_CONFIG)
         plan.notes += plan.model.notes

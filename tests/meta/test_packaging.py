@@ -38,7 +38,7 @@ FOR_OTHERS = {
     "tensorboard": "torch.utils.tensorboard",
 }
 #: Optional things of which no extra is needed: absent, a feature is not offered.
-OFFERED_IF_THERE = {"pyarrow", "zstandard", "tiktoken", "deep_ep", "wandb"}
+OFFERED_IF_THERE = {"pyarrow", "zstandard", "tiktoken", "deep_ep", "wandb", "triton"}
 
 
 def canonical(name: str) -> str:
