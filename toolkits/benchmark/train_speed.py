@@ -163,6 +163,8 @@ def peer(options: argparse.Namespace) -> int:
     from liger_kernel.transformers import AutoLigerKernelForCausalLM
     from transformers import AutoConfig
 
+    from megatron_patch.data import idxmap
+
     name, micro, _ = parse_case(options.peer)
     config = AutoConfig.from_pretrained(options.hf_model)
     config.use_cache = False
@@ -177,7 +179,8 @@ def peer(options: argparse.Namespace) -> int:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    ids = np.memmap(options.data_path + ".bin", dtype=_id_type(options.data_path), mode="r")
+    index = idxmap.read_index(options.data_path)
+    ids = np.memmap(index.bin_path, dtype=index.dtype, mode="r")
     length, micros = options.seq_length, options.global_batch_size // micro
     losses, seconds, at = [], [], 0
     for _ in range(options.steps):
@@ -204,12 +207,6 @@ def peer(options: argparse.Namespace) -> int:
     record = {"losses": losses, "step_seconds": seconds, "peak_memory_bytes": peak}
     atomic_write(Path(options.result), json.dumps(record))
     return 0
-
-
-def _id_type(prefix: str) -> Any:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    return IndexedDataset(prefix).index.dtype
 
 
 def kernels(folder: Path, rows: int = 25) -> list[tuple[float, int, str]]:
