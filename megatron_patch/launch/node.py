@@ -91,17 +91,11 @@ def require_length_and_data(world: World, flags: Flags) -> None:
     Raises:
         UserError: no run length, no data, or data that is not on this node.
     """
+    from megatron_patch.training import parallel
+
     plan = args.resolve(flags.argv(), world_size=world.size, device=world.device)
-    prefixes = [prefix for _, prefix in args.training_prefixes(plan.values)]
-    if not prefixes and not plan.values["mock_data"]:
-        raise UserError("no data given: add --data-path PREFIX (PREFIX.bin and PREFIX.idx)")
-    for prefix in prefixes:
-        for ending in (".bin", ".idx"):
-            if not Path(prefix + ending).is_file():
-                raise UserError(
-                    f"--data-path {prefix}: {prefix}{ending} is not there (seen from "
-                    f"{Path.cwd()}, node {world.node_rank}); give the path without .bin or .idx"
-                )
+    for problem in parallel.data_problems(plan):
+        raise UserError(f"{problem}, node {world.node_rank}")
 
 
 @dataclass(frozen=True)

@@ -23,19 +23,19 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
-import json
 import math
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch import _compat
+from megatron_patch.data import blend
 from megatron_patch.training.flags import number_problem
 from megatron_patch.util import UserError, human_count
 
@@ -49,6 +49,7 @@ CPU_PLATFORM = "cpu platform"
 MODEL_CONFIG = "model config"
 LAUNCH_DEFAULT = "launch default"
 MEGATRON_DEFAULT = "Megatron default"
+EVALUATION_OFF = "evaluation off"
 
 #: Marks the end of a launcher's own flags; what follows is the user's and wins.
 USER_FLAGS_MARK = "--user-flags"
@@ -478,6 +479,7 @@ class Plan:
         device: ``cpu``, ``cuda`` or a key of :data:`DEVICES`.
         environment: What the defaults were based on.
         linear_cross_entropy: Whether output layer and loss are one operation.
+        ends: Ids that end a document, as config.json has them.
     """
 
     values: dict[str, Any]
@@ -490,6 +492,7 @@ class Plan:
     device: str
     environment: Environment
     linear_cross_entropy: bool = False
+    ends: tuple[int, ...] = ()
     _raw: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     def megatron_argv(self) -> list[str]:
@@ -512,6 +515,11 @@ class Plan:
             for dest, value in self.values.items()
             if dest not in in_argv and value != defaults[dest]
         }
+
+    @property
+    def data(self) -> blend.Sources:
+        """The data sets, by split."""
+        return blend.sources(self.values)
 
     def given(self, dest: str) -> bool:
         """Whether the user's command line set ``dest``."""
@@ -942,8 +950,8 @@ def _values(
 
 
 def _is_flag(token: str) -> bool:
-    """Whether a token starts a flag; a negative number does not."""
-    return token.startswith("-") and not re.fullmatch(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", token)
+    """Whether a token starts a flag; a negative number, or several, does not."""
+    return token.startswith("-") and not re.match(r"-\.?\d", token)
 
 
 def _unknown(token: str, text: str, argv: Sequence[str], position: int) -> UserError:
@@ -1143,15 +1151,12 @@ def _join(
                 raise UserError(f"{name} sets {dest!r}, which is not a dest of Megatron's parser")
             values[dest], source[dest] = value, name
 
-    eos = None
     if own.hf_model:
-        plan.model, eos = _model(own.hf_model)
+        plan.model, plan.ends = _model(own.hf_model)
         for dest, value in plan.model.args.items():
             if needed := number_problem(dest, value):
-                raise UserError(
-                    f"{own.hf_model}/config.json makes {flag_name(dest)} {value}; "
-                    f"{needed} is needed"
-                )
+                where = f"{own.hf_model}/config.json"
+                raise UserError(f"{where} makes {flag_name(dest)} {value}; {needed} is needed")
         put(plan.model.args, MODEL_CONFIG)
         plan.notes += plan.model.notes
         for dest, given in user.items():
@@ -1177,9 +1182,14 @@ def _join(
             f"--lr {rate.value:g} is the launcher's: right for going on from trained weights; from "
             "random ones 1e-4 to 1e-3 is usual"
         )
+    for read in (blend.tidy, blend.weighed):
+        changes, notes = read(values)
+        put(changes, f"{COMMAND_LINE} (data)")
+        plan.notes += notes
     _own_to_megatron(plan, put)
     _launch_defaults(plan, frozenset(user), put)
-    _tokenizer(plan, eos, put)
+    _evaluation(plan, put)
+    _tokenizer(plan, put)
     _tp_overlap(plan, multicast)
     _linear_cross_entropy(plan)
     _directories(plan, put)
@@ -1239,16 +1249,15 @@ def _world_size(own: OwnFlags, device: str, world_size: int | None) -> int:
     return world_size or asked or product
 
 
-def _model(directory: str) -> tuple[ModelSpec, int | None]:
-    """The family's answer to ``directory``/config.json and the id that ends a document."""
+def _model(directory: str) -> tuple[ModelSpec, tuple[int, ...]]:
+    """The family's answer to ``directory``/config.json and the ids that end a document."""
     from megatron_patch.models import registry
 
     hf = registry.load_config(directory)
     spec = registry.get_family(hf.model_type).resolve(hf)
     eos = hf.get("eos_token_id")
-    if isinstance(eos, list):
-        eos = eos[0] if eos else None
-    return spec, eos if isinstance(eos, int) else None
+    ids = eos if isinstance(eos, list) else [eos]
+    return spec, tuple(i for i in ids if isinstance(i, int))
 
 
 def _own_to_megatron(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
@@ -1307,9 +1316,40 @@ def _launch_defaults(
         plan.notes.append("DeepEP is installed: the flex dispatcher uses it")
 
 
-def _tokenizer(plan: Plan, eos: int | None, put: Callable[[Mapping[str, Any], str], None]) -> None:
+def _evaluation(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
+    """Every split that is read holds a sample; else evaluation is off, or an error.
+
+    Raises:
+        UserError: The training split, or a split that the user asked for, is empty.
+    """
+    values = plan.values
+    found = plan.data
+    short = blend.empty(found, values["seq_length"]) if values["seq_length"] else {}
+    if not short:
+        return
+    if 0 in short:
+        raise UserError(
+            f"{found.flags[0]}: {short[0]}; more data"
+            + (", a larger share of --split" if found.shares else "")
+            + f" or a shorter --seq-length than {values['seq_length']} is needed"
+        )
+    number, why = min(short.items())
+    if plan.source["split"] == LAUNCH_DEFAULT:
+        put({"eval_iters": 0, "split": "100,0,0"}, EVALUATION_OFF)
+        plan.notes.append(f"evaluation off: {why}; --split or --valid-data-path would give it more")
+    elif found.shares:
+        raise UserError(
+            f"--split {values['split']}: {why}; give it a larger share, or none "
+            "(--split 100,0,0: no evaluation)"
+        )
+    else:
+        raise UserError(f"{found.flags[number]}: {why}; give more data, or drop the flag")
+
+
+def _tokenizer(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
     """Give the id-only tokenizer its vocabulary and the end of a document."""
     values = plan.values
+    eos = plan.ends[0] if plan.ends else None
     if values["tokenizer_type"] != "NullTokenizer":
         return
     if values["vocab_size"] is None and values["padded_vocab_size"] is not None:
@@ -1412,7 +1452,7 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
                 plan.notes.append(f"{checkpoints} holds a checkpoint: the run goes on from it")
     elif plan.source["save"] == MEGATRON_DEFAULT:
         plan.notes.append("no --output-dir: nothing will be saved")
-        if not plan.given("data_cache_path") and training_prefixes(values):
+        if not plan.given("data_cache_path") and plan.data.training:
             plan.notes[-1] += ", and the data's index is kept beside the data"
     if own_load:
         load = values["load"]
@@ -1589,57 +1629,13 @@ def _warmup(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
         )
 
 
-def read_blend(tokens: Iterable[str]) -> list[tuple[float | None, str]]:
-    """Megatron's data grammar: prefixes, or weight prefix weight prefix ...
-
-    Returns:
-        (weight or None, prefix) for every data set.
-    """
-    items = list(tokens)
-
-    def number(text: str) -> float | None:
-        try:
-            return float(text)
-        except ValueError:
-            return None
-
-    if len(items) > 1 and len(items) % 2 == 0 and all(number(w) is not None for w in items[::2]):
-        return [(number(w), prefix) for w, prefix in zip(items[::2], items[1::2], strict=True)]
-    return [(None, prefix) for prefix in items]
-
-
-def training_prefixes(values: Mapping[str, Any]) -> list[tuple[float | None, str]]:
-    """The training data sets of a plan's values, from whichever flag names them.
-
-    Raises:
-        UserError: A list file cannot be read.
-    """
-    if values["train_data_path"]:
-        return read_blend(values["train_data_path"])
-    if values["data_path"]:
-        return read_blend(values["data_path"])
-    try:
-        if values["per_split_data_args_path"]:
-            text = Path(values["per_split_data_args_path"]).read_text(encoding="utf-8")
-            return read_blend(json.loads(text).get("train") or [])
-        if values["data_args_path"]:
-            text = Path(values["data_args_path"]).read_text(encoding="utf-8")
-            return read_blend(text.split())
-    except (OSError, ValueError) as problem:
-        name = (
-            "per_split_data_args_path" if values["per_split_data_args_path"] else "data_args_path"
-        )
-        raise UserError(f"{_megatron_option(name)} {values[name]}: {problem}") from problem
-    return []
-
-
 #: Without ``--epochs`` the epoch figure is only a service: skip indices that take long to read.
 _FREE_INDEX_BYTES = 512 * 2**20
 
 
 def _epoch_tokens(plan: Plan, *, required: bool) -> int | None:
     """Tokens of one pass over the training part of the data; None where it is not here."""
-    blend = training_prefixes(plan.values)
+    blend = plan.data.training
     if not blend:
         if required:
             raise UserError("--epochs needs --data-path, whose tokens make an epoch")
@@ -1655,14 +1651,8 @@ def _epoch_tokens(plan: Plan, *, required: bool) -> int | None:
 
     counts = [idxmap.token_count(prefix) for _, prefix in blend]
     total = sum(counts)
-    split = plan.values["split"]
-    if split and not plan.values["train_data_path"] and not plan.values["per_split_data_args_path"]:
-        try:
-            parts = [float(x) for x in re.split(r"[,/\s]+", str(split).strip()) if x]
-        except ValueError as problem:
-            raise UserError(f"--split {split}: numbers such as 99,1,0 are needed") from problem
-        if parts and sum(parts) > 0:
-            total = math.floor(total * parts[0] / sum(parts))
+    if plan.data.shares:
+        total = math.floor(total * plan.data.shares[0] / sum(plan.data.shares))
     if required and total == 0:
         raise UserError(f"--epochs: {blend[0][1]} holds no tokens")
     weights = [w for w, _ in blend if w is not None]

@@ -19,17 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_patch.data import blend
 from megatron_patch.models.rope import is_plain
 from megatron_patch.training import memory
 from megatron_patch.training.args import (
     AUTO,
     DEVICES,
+    EVALUATION_OFF,
     FP8_RECIPES,
     Plan,
     flag_name,
     help_text,
     resolve,
-    training_prefixes,
 )
 from megatron_patch.training.memory import Memory, Sizes, Traffic
 from megatron_patch.util import UserError, human_bytes, human_count
@@ -378,7 +379,8 @@ def _effect_refusals(plan: Plan) -> Iterator[str]:
             "--recompute-granularity full needs --recompute-method uniform|block and "
             "--recompute-num-layers N; use --recompute-method uniform --recompute-num-layers 1"
         )
-    if plan.given("eval_interval") and values["eval_iters"] == 0:
+    off = values["eval_iters"] == 0 and plan.source["eval_iters"] != EVALUATION_OFF
+    if plan.given("eval_interval") and off:
         yield (
             f"--eval-interval {values['eval_interval']} has no effect: evaluation is off "
             "(--eval-iters 0); give --eval-iters N and validation data"
@@ -467,13 +469,14 @@ def device_memory(plan: Plan) -> int | None:
 # --- check ------------------------------------------------------------------------------------
 
 
-def check(plan: Plan, *, trust_memory: bool = True) -> Report:
+def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Report:
     """Everything that can be said before the first GPU second.
 
     Args:
         plan: A resolved plan.
         trust_memory: Refuse what the estimate says does not fit; False: warn only, for a run that
             will find out.
+        start: The run starts here and now: without its data it is refused, not warned about.
 
     Returns:
         The report; its refusals are complete as far as one does not hide another.
@@ -507,7 +510,7 @@ def check(plan: Plan, *, trust_memory: bool = True) -> Report:
             f"a vocabulary of {vocabulary} rows is not a multiple of 8: the output layer runs at "
             f"half speed; use --padded-vocab-size {math.ceil(vocabulary / 128) * 128}"
         )
-    warnings += _data_warnings(plan)
+    (refusals if start else warnings).extend(data_problems(plan))
     try:
         stages = _memory(plan, values, plan.world_size)
         sent = memory.traffic(values, plan.world_size)
@@ -538,20 +541,20 @@ def check(plan: Plan, *, trust_memory: bool = True) -> Report:
     )
 
 
-def _data_warnings(plan: Plan) -> Iterator[str]:
-    if plan.values["mock_data"]:
-        return
-    try:
-        blend = training_prefixes(plan.values)
-    except UserError as problem:
-        yield str(problem)
-        return
-    if not blend:
-        yield "no --data-path: nothing to train on"
-    for _, prefix in blend:
-        for suffix in (".idx", ".bin"):
-            if not os.path.exists(prefix + suffix):
-                yield f"{prefix}{suffix} is not on this machine"
+def data_problems(plan: Plan) -> Iterator[str]:
+    """Why the plan's data cannot be read on this machine."""
+    found = plan.data
+    if not found.training and not plan.values["mock_data"]:
+        yield "no data given: add --data-path PREFIX (of PREFIX.bin and PREFIX.idx)"
+    for file in blend.missing(found):
+        yield f"{file} is not on this machine (seen from {os.getcwd()})"
+
+
+def end_warnings(plan: Plan) -> list[str]:
+    """Data whose documents run into each other; reads a few documents, so one rank is enough."""
+    given = plan.values["null_tokenizer_eod_id"]
+    ends = (given,) if plan.given("null_tokenizer_eod_id") else plan.ends
+    return list(blend.unmarked(plan.data, ends))
 
 
 def _memory(plan: Plan, values: Mapping[str, Any], world: int) -> list[Memory]:
@@ -992,6 +995,7 @@ def main(argv: list[str]) -> int:
     try:
         plan = resolve(argv, need_length=False)
         report = check(plan)
+        report = dataclasses.replace(report, warnings=(*report.warnings, *end_warnings(plan)))
     except UserError as problem:
         if as_json:
             print(json.dumps({"ok": False, "refusals": [str(problem)]}))

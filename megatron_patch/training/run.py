@@ -87,7 +87,7 @@ def set_up(argv: Sequence[str]) -> Plan:
     from megatron_patch.patches import registry
     from megatron_patch.platform import cpu, detect, torch_backend
     from megatron_patch.training import args as arguments
-    from megatron_patch.training.parallel import check
+    from megatron_patch.training.parallel import check, end_warnings
 
     problems = [str(p) for p in info.diagnose(import_here=True) if p.fatal]
     if problems:
@@ -103,10 +103,12 @@ def set_up(argv: Sequence[str]) -> Plan:
         environment=here if device == "cuda" else None,
         multicast=_multicast if device == "cuda" else None,
     )
-    report = check(plan, trust_memory=False)
+    report = check(plan, trust_memory=False, start=True)
     if not report.ok:
         raise UserError("\nerror: ".join(report.refusals))
-    plan.notes.extend(report.warnings)
+    plan.notes.extend(f"warning: {text}" for text in report.warnings)
+    if rank_and_world()[0] == 0:
+        plan.notes.extend(f"warning: {text}" for text in end_warnings(plan))
     if finished(plan) is not None:
         return plan  # nothing will be trained, so nothing needs to be imported
     if device == "cpu":

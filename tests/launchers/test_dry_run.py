@@ -257,7 +257,10 @@ def test_old_positional_call_is_answered_not_run(script: str, place: Any) -> Non
     [
         ((), "run's length is missing"),
         (("--train-iters", "3"), "no data given"),
-        (("--train-iters", "3", "--data-path", "no/such"), r"no/such\.bin is not there"),
+        (
+            ("--train-iters", "3", "--data-path", "no/such"),
+            r"no/such\.idx is not on this machine \(seen from .*\), node 0",
+        ),
     ],
 )
 def test_a_real_call_needs_length_and_data(

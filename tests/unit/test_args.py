@@ -208,12 +208,6 @@ def test_patterns() -> None:
     assert args.read_pattern("([0]*2+[1])*2") == [0, 0, 1, 0, 0, 1]
 
 
-def test_blend_grammar() -> None:
-    assert args.read_blend(["0.3", "a", "0.7", "b"]) == [(0.3, "a"), (0.7, "b")]
-    assert args.read_blend(["a", "b"]) == [(None, "a"), (None, "b")]
-    assert args.read_blend(["a"]) == [(None, "a")]
-
-
 def test_old_positional_call_is_answered_not_run() -> None:
     with pytest.raises(UserError, match="--micro-batch-size 1"):
         args.resolve(["dsw", "8B", "1", "8", "1e-5"])
