@@ -291,28 +291,78 @@ def schedule(
     places = ranks * micro_batches
     steps = -(-best // places)
     packed = _split(packed, wide, min(steps * places, wide.size))
-    squares = wide * wide
-    cost = packed.sums(squares)
+    cost = packed.sums(wide * wide)
     rng = np.random.default_rng([seed, epoch, 1])
     order = _deal(cost, ranks, steps * micro_batches, rng)
     order = order.reshape(steps, micro_batches, ranks)
+    return Schedule(packed, order, _report(packed, wide, order, capacity, multiple, best))
+
+
+def _report(
+    packed: Packs, lengths: IntArray, order: IntArray, capacity: int, multiple: int, best: int
+) -> Report:
+    """Figures of a schedule; ``best`` packs would have been enough."""
+    steps, tokens = order.shape[0], int(lengths.sum())
+    cost = packed.sums(lengths * lengths)
     padded = np.where(order >= 0, cost[order], 0) if cost.size else np.zeros(order.shape)
     slowest, mean = padded.max(axis=2), padded.mean(axis=2)
     per_step = slowest.sum(axis=1) / np.maximum(1, mean.sum(axis=1)) if steps else np.ones(1)
-    tokens = int(wide.sum())
-    report = Report(
-        samples=int(wide.size),
+    return Report(
+        samples=int(lengths.size),
         packs=len(packed),
         fillers=int((order < 0).sum()),
         steps=steps,
         tokens=tokens,
         fill=tokens / max(1, order.size * capacity),
         best_fill=tokens / max(1, best * capacity),
-        padding=int(rooms_of(wide, multiple).sum()) - tokens,
+        padding=int(rooms_of(lengths, multiple).sum()) - tokens,
         balance=float(slowest.sum() / max(1.0, mean.sum())) if steps else 1.0,
         worst=float(per_step.max()),
     )
-    return Schedule(packed, order, report)
+
+
+def one_each(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    *,
+    multiple: int = 1,
+    seed: int = 0,
+    epoch: int = 0,
+    ranks: int = 1,
+    micro_batches: int = 1,
+) -> Schedule:
+    """The schedule of an epoch without packing: every sample is a pack of its own, in random order.
+
+    Arguments and errors are those of ``schedule``. The last step is filled up with fillers.
+    """
+    wide = np.asarray(lengths, dtype=np.int64)
+    if wide.size and int(rooms_of(wide, multiple).max()) > capacity:
+        pack(wide, capacity, multiple=multiple)  # says which
+    places = ranks * micro_batches
+    steps = -(-wide.size // places)
+    order = np.full(steps * places, -1, np.int64)
+    order[: wide.size] = np.random.default_rng([seed, epoch, 0]).permutation(wide.size)
+    dealt = order.reshape(steps, micro_batches, ranks)
+    packs = Packs(np.arange(wide.size), np.arange(wide.size + 1))
+    return Schedule(packs, dealt, _report(packs, wide, dealt, capacity, multiple, wide.size))
+
+
+def cp_index(starts: npt.ArrayLike, size: int, rank: int) -> IntArray:
+    """Positions of a pack that a context-parallel rank holds, in its order.
+
+    A room of L tokens is cut into 2*size chunks; rank r holds chunks r and 2*size-1-r of each.
+
+    Args:
+        starts: Where rooms begin, and the end of the last.
+        size: Context-parallel ranks.
+        rank: Of them.
+    """
+    edges = np.asarray(starts, dtype=np.int64)
+    rooms = np.diff(edges)
+    chunk = np.repeat(rooms // (2 * size), rooms)
+    inside = np.arange(edges[-1]) - np.repeat(edges[:-1], rooms)
+    number = inside // np.maximum(1, chunk)
+    return np.flatnonzero((number == rank) | (number == 2 * size - 1 - rank))
 
 
 def _split(packed: Packs, lengths: IntArray, wanted: int) -> Packs:

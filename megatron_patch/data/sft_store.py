@@ -30,8 +30,6 @@ import numpy.typing as npt
 from megatron_patch.data import idxmap, sources, template, text, tokenizers
 from megatron_patch.data.chat import (
     NOTES,
-    OVERLONG,
-    SCHEMAS,
     Encoder,
     Options,
     Refused,
@@ -41,6 +39,7 @@ from megatron_patch.data.chat import (
 from megatron_patch.data.sources import Reading, Source, Task
 from megatron_patch.data.text import Pool, Progress, Result, Totals
 from megatron_patch.data.tokenizers import TokenizerRequest
+from megatron_patch.training.args import CHAT_FLAGS, OwnFlags
 from megatron_patch.util import UserError, atomic_write, human_bytes, human_count
 
 FORMAT = "megatron_patch sft samples"
@@ -419,38 +418,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         dest="input_path", help="files, folders or patterns: .jsonl .json .parquet, .gz and .zst",
     )  # fmt: skip
     group.add_argument(
-        "--schema", choices=SCHEMAS, help="what records are (default: told from their keys)"
-    )
-    group.add_argument(
-        "--prompt-completion-as", choices=("text", "chat"), default="text",
-        help="prompt and completion that are strings: text with an EOS behind (default), or a chat "
-        "of two turns in the model's template",
-    )  # fmt: skip
-    group.add_argument(
         "--max-length", "--seq-length", "--seq-len", type=int, metavar="N",
         help="longest sample in tokens (default: no limit)",
     )  # fmt: skip
     group.add_argument(
-        "--on-overlong", choices=OVERLONG, default="drop",
-        help="longer samples: leave them out and count them (default), cut their end off, or end "
-        "the run",
-    )  # fmt: skip
-    group.add_argument(
-        "--on-bad-line", choices=("error", "skip"), default="error",
-        help="a record that is no JSON, fits no schema, or whose trained turns cannot be located: "
-        "end the run (default), or leave it out and count it",
-    )  # fmt: skip
-    group = parser.add_argument_group("tokenizer and template")
-    group.add_argument(
         "--hf-model", "--model", "--model-name-or-path", "--load", "--tokenizer-model",
         metavar="DIR", dest="hf_model", help="the model's directory, or its tokenizer.json",
     )  # fmt: skip
-    group.add_argument("--chat-template", metavar="FILE", help="Jinja file instead of the model's")
-    group.add_argument(
-        "--chat-template-kwargs", metavar="JSON", default="{}",
-        help='variables of the template, as {"enable_thinking": false}',
-    )  # fmt: skip
-    group.add_argument("--eod-token", metavar="TEXT", help="the EOS, if not the tokenizer's")
+    defaults = OwnFlags()
+    for flag in CHAT_FLAGS:
+        says = f" (default: {flag.default})" if flag.default else ""
+        group.add_argument(
+            flag.name, *flag.aliases, dest=flag.dest, choices=flag.choices,
+            metavar=None if flag.choices else flag.metavar, default=getattr(defaults, flag.dest),
+            help=flag.help + says,
+        )  # fmt: skip
     group.add_argument(
         "--padded-vocab-size", type=int, metavar="N",
         help="rows of the model's embedding: decides two or four bytes a token if larger",
@@ -472,30 +454,62 @@ def job_of(args: argparse.Namespace, output: str, *, overwrite: bool = False) ->
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: it must be 1 or more.")
+    return chat_job(
+        args,
+        args.input_path,
+        args.hf_model,
+        output,
+        max_length=args.max_length,
+        workers=args.workers,
+        overwrite=overwrite,
+        padded_vocab_size=args.padded_vocab_size,
+    )
+
+
+def chat_job(
+    chat: Any,
+    inputs: Sequence[str],
+    hf_model: str,
+    output: str,
+    *,
+    max_length: int | None,
+    **more: Any,
+) -> Job:
+    """The job that the values of ``training.args.CHAT_FLAGS`` describe.
+
+    Args:
+        chat: Holds these values by their dest.
+        inputs: Files, folders or patterns.
+        hf_model: Directory of the tokenizer.
+        output: Prefix of the result.
+        max_length: Longest sample in tokens, or None.
+        **more: Further fields of the job.
+
+    Raises:
+        UserError: A value cannot be read.
+    """
     try:
-        variables = json.loads(args.chat_template_kwargs)
+        variables = json.loads(chat.chat_template_kwargs)
     except ValueError as error:
         raise UserError(f"--chat-template-kwargs is no JSON: {error}.") from error
     if not isinstance(variables, dict):
         raise UserError("--chat-template-kwargs must be a JSON object.")
     return Job(
-        inputs=tuple(args.input_path),
+        inputs=tuple(inputs),
         output=output,
         request=TokenizerRequest(
-            type="HuggingFaceTokenizer", model=args.hf_model, eod_token=args.eod_token
+            type="HuggingFaceTokenizer", model=hf_model, eod_token=chat.eod_token
         ),
-        chat_template=args.chat_template,
+        chat_template=chat.chat_template,
         options=Options(
-            max_length=args.max_length,
-            on_overlong=args.on_overlong,
-            schema=args.schema,
-            plain_as=args.prompt_completion_as,
+            max_length=max_length,
+            on_overlong=chat.on_overlong,
+            schema=chat.schema,
+            plain_as=chat.prompt_completion_as,
             variables=variables,
         ),
-        workers=args.workers,
-        skip_bad=args.on_bad_line == "skip",
-        overwrite=overwrite,
-        padded_vocab_size=args.padded_vocab_size,
+        skip_bad=chat.on_bad_line == "skip",
+        **more,
     )
 
 

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_patch import _compat
 from megatron_patch.data import blend
@@ -100,13 +100,87 @@ class OwnFlag:
     default: str = ""
 
 
-_MODEL, _DATA, _RUN, _PARALLEL, _MEMORY, _TOOL = (
+_MODEL, _DATA, _RUN, _PARALLEL, _MEMORY, _TUNE, _TOOL = (
     "Model and directories",
     "Data and batch",
     "Run length and learning rate",
     "Parallel layout",
     "Precision and memory",
+    "Fine-tuning (--sft)",
     "What to do",
+)
+
+#: How records become samples; the tools of ``toolkits/sft_data_preprocessing`` have them too.
+CHAT_FLAGS: tuple[OwnFlag, ...] = (
+    OwnFlag(
+        "--schema",
+        (),
+        "schema",
+        "str",
+        _TUNE,
+        "what records are",
+        "NAME",
+        choices=("tokenized", "messages", "conversations", "prompt-completion", "alpaca"),
+        default="told from their keys",
+    ),
+    OwnFlag(
+        "--prompt-completion-as",
+        (),
+        "prompt_completion_as",
+        "str",
+        _TUNE,
+        "prompt and completion that are strings: text with an EOS behind, or a chat of two turns "
+        "in the model's template",
+        "FORM",
+        choices=("text", "chat"),
+        default="text",
+    ),
+    OwnFlag(
+        "--on-overlong",
+        (),
+        "on_overlong",
+        "str",
+        _TUNE,
+        "samples longer than the sequence: leave them out and count them, cut their end off, or "
+        "end the run",
+        "WHAT",
+        choices=("drop", "truncate", "error"),
+        default="drop",
+    ),
+    OwnFlag(
+        "--on-bad-line",
+        (),
+        "on_bad_line",
+        "str",
+        _TUNE,
+        "a record that is no JSON, fits no schema, or whose trained turns cannot be located: end "
+        "the run, or leave it out and count it",
+        "WHAT",
+        choices=("error", "skip"),
+        default="error",
+    ),
+    OwnFlag(
+        "--chat-template",
+        (),
+        "chat_template",
+        "str",
+        _TUNE,
+        "Jinja file instead of the model's",
+        "FILE",
+    ),
+    OwnFlag(
+        "--chat-template-kwargs",
+        (),
+        "chat_template_kwargs",
+        "str",
+        _TUNE,
+        'variables of the template, as {"enable_thinking": false}',
+        "JSON",
+        default="{}",
+    ),
+    OwnFlag(
+        "--eod-token", (), "eod_token", "str", _TUNE, "the EOS, if not the tokenizer's", "TEXT"
+    ),
 )
 
 OWN_FLAGS: tuple[OwnFlag, ...] = (
@@ -144,7 +218,17 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "data_path",
         "list",
         _DATA,
-        "prefix of .bin/.idx, or weight prefix weight prefix ...",
+        "prefix of .bin/.idx, or weight prefix weight prefix ...; --sft: chats (.jsonl, .json, "
+        ".parquet, folders) or prepared sets, a weight being how often an epoch reads the set",
+        "PREFIX",
+    ),
+    OwnFlag(
+        "--valid-data-path",
+        ("--eval-data-path", "--validation-data-path"),
+        "valid_data_path",
+        "list",
+        _DATA,
+        "data that is evaluated on, not trained",
         "PREFIX",
     ),
     OwnFlag(
@@ -175,6 +259,27 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "sequences a step over all ranks",
         "N",
         default="micro batch x data parallel",
+    ),
+    OwnFlag(
+        "--per-device-train-batch-size",
+        ("--per-device-batch-size",),
+        "per_device_train_batch_size",
+        "int",
+        _DATA,
+        "sequences a data-parallel replica (not a GPU: TP x PP x CP of them are one) takes in one "
+        "of its --gradient-accumulation-steps",
+        "N",
+    ),
+    OwnFlag(
+        "--gradient-accumulation-steps",
+        (),
+        "gradient_accumulation_steps",
+        "int",
+        _DATA,
+        "with --per-device-train-batch-size: --global-batch-size is the product of both and of the "
+        "number of replicas",
+        "N",
+        default="1",
     ),
     OwnFlag(
         "--train-tokens",
@@ -214,7 +319,16 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         _RUN,
         "steps of linear warm-up",
         "N",
-        default="1 % of the run, at most 2000",
+        default="1 % of the run, at most 2000; --sft: 3 %",
+    ),
+    OwnFlag(
+        "--warmup-ratio",
+        ("--lr-warmup-fraction",),
+        "lr_warmup_fraction",
+        "float",
+        _RUN,
+        "warm-up as a share of the run",
+        "X",
     ),
     OwnFlag(
         "--parallel",
@@ -344,6 +458,44 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         choices=("auto", "on", "off"),
         default="auto: on for GPUs, where the loss is a plain sum over tokens",
     ),
+    OwnFlag(
+        "--sft",
+        (),
+        "sft",
+        "flag",
+        _TUNE,
+        "fine-tune on chats (megatron_patch.sft); never Megatron's flag of that name",
+    ),
+    OwnFlag(
+        "--sft-loss-unit",
+        ("--loss-unit",),
+        "sft_loss_unit",
+        "str",
+        _TUNE,
+        "token: every trained token of a step weighs the same; sample: every sample does",
+        "UNIT",
+        choices=("token", "sample"),
+        default="token",
+    ),
+    OwnFlag(
+        "--no-packing",
+        (),
+        "no_packing",
+        "flag",
+        _TUNE,
+        "one sample a sequence instead of as many as fit",
+    ),
+    OwnFlag(
+        "--freeze",
+        (),
+        "freeze",
+        "list",
+        _TUNE,
+        "regular expressions: parameters whose Megatron name one of them matches stay as they are "
+        "(router, embedding, layers\\.[0-3]\\.)",
+        "RE",
+    ),
+    *CHAT_FLAGS,
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
     OwnFlag("--json", (), "json", "flag", _TOOL, "machine-readable output of check and dry run"),
@@ -403,6 +555,19 @@ class OwnFlags:
     linear_cross_entropy: str | None = None
     cpu_offloading: bool = False
     cpu_offloading_optimizer: bool = False
+    per_device_train_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    sft: bool = False
+    sft_loss_unit: str = "token"
+    no_packing: bool = False
+    freeze: list[str] | None = None
+    schema: str | None = None
+    prompt_completion_as: str = "text"
+    on_overlong: str = "drop"
+    on_bad_line: str = "error"
+    chat_template: str | None = None
+    chat_template_kwargs: str = "{}"
+    eod_token: str | None = None
     dry_run: bool = False
     demo: bool = False
     json: bool = False
@@ -480,6 +645,8 @@ class Plan:
         environment: What the defaults were based on.
         linear_cross_entropy: Whether output layer and loss are one operation.
         ends: Ids that end a document, as config.json has them.
+        order: What decides the order of the data, where that is not Megatron's: the entry point's
+            own, JSON-able, kept for the next start of the run.
     """
 
     values: dict[str, Any]
@@ -493,6 +660,7 @@ class Plan:
     environment: Environment
     linear_cross_entropy: bool = False
     ends: tuple[int, ...] = ()
+    order: dict[str, Any] | None = None
     _raw: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     def megatron_argv(self) -> list[str]:
@@ -551,11 +719,26 @@ class Plan:
             "own": dataclasses.asdict(self.own),
             "notes": self.notes,
             "run": dataclasses.asdict(self.run) if self.run else None,
+            "order": self.order,
             "rope": dataclasses.asdict(self.model.rope) if self.model else None,
             "world_size": self.world_size,
             "device": self.device,
             "linear_cross_entropy": self.linear_cross_entropy,
         }
+
+
+class Epochs(Protocol):
+    """How long an epoch of fine-tuning is; known once the data is tokenized and packed."""
+
+    def steps(self, epochs: float) -> int:
+        """Steps of so many epochs."""
+
+    def epochs(self, steps: int) -> float:
+        """Epochs of so many steps."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an epoch, without padding."""
 
 
 # --- launch defaults --------------------------------------------------------------------------
@@ -583,6 +766,11 @@ class Context:
     def gpu(self) -> bool:
         """True unless the run is on CPU ranks."""
         return self.device != "cpu"
+
+    @property
+    def sft(self) -> bool:
+        """True for fine-tuning on chats."""
+        return self.own.sft
 
     @property
     def moe(self) -> bool:
@@ -715,13 +903,20 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
         True,
         "every supervised token weighs the same, whatever the micro batch, rank or pack it is in",
     ),
-    Default("weight_decay", 0.1, "usual for pretraining"),
-    Default("adam_beta2", 0.95, "usual for pretraining"),
+    Default(
+        "weight_decay", lambda c: 0.0 if c.sft else 0.1, "usual for pretraining; none in --sft"
+    ),
+    Default("adam_beta2", lambda c: 0.999 if c.sft else 0.95, "usual for pretraining; --sft 0.999"),
     Default("lr_decay_style", "cosine", "over the whole run"),
     Default(
         "min_lr",
-        lambda c: float(f"{c.values['lr'] / 10:.9g}") if c.values["lr"] else SKIP,
-        "a tenth of the peak",
+        lambda c: 0.0 if c.sft else float(f"{c.values['lr'] / 10:.9g}") if c.values["lr"] else SKIP,
+        "a tenth of the peak; --sft: 0",
+    ),
+    Default(
+        "lr_warmup_fraction",
+        lambda c: SKIP if not c.sft or {"lr_warmup_iters", "lr_warmup_samples"} & c.given else 0.03,
+        "--sft only: the run is short, and its length is known once the data is packed",
     ),
     Default(
         "eval_iters",
@@ -1088,6 +1283,7 @@ def resolve(
     environment: Environment | None = None,
     multicast: Callable[[], bool] | None = None,
     need_length: bool = True,
+    data: Epochs | None = None,
 ) -> Plan:
     """Turn a command line into a plan. Reads config.json and data indices, imports nothing heavy.
 
@@ -1102,6 +1298,7 @@ def resolve(
         multicast: Asks the hardware whether TP communication overlap can run; may raise. Called
             only where the user asked for that overlap.
         need_length: Insist on a run length.
+        data: Fine-tuning only: how long an epoch is. Without it a length in epochs stays open.
 
     Returns:
         The plan. Whether it fits and divides is :func:`megatron_patch.training.parallel.check`'s
@@ -1119,12 +1316,13 @@ def resolve(
     device = _device(own, device)
     environment = _backend(environment or _environment(device), own.backend, device)
     world_size = _world_size(own, device, world_size)
-    plan = _join(found, own, {}, device, environment, world_size, multicast, need_length)
+    rest = (device, environment, world_size, multicast, need_length, data)
+    plan = _join(found, own, {}, *rest)
     if own.parallel == "auto":
         from megatron_patch.training import parallel
 
         chosen, why = parallel.auto_layout(plan)
-        plan = _join(found, own, chosen, device, environment, world_size, multicast, need_length)
+        plan = _join(found, own, chosen, *rest)
         plan.notes += why
     return plan
 
@@ -1138,6 +1336,7 @@ def _join(
     world_size: int,
     multicast: Callable[[], bool] | None,
     need_length: bool,
+    data: Epochs | None,
 ) -> Plan:
     """Lay the layers over each other, weakest first."""
     values = dict(megatron_defaults())
@@ -1187,13 +1386,16 @@ def _join(
         put(changes, f"{COMMAND_LINE} (data)")
         plan.notes += notes
     _own_to_megatron(plan, put)
+    if own.sft:
+        _fine_tuning(plan, put)
+    _per_device(plan, found, put)
     _launch_defaults(plan, frozenset(user), put)
     _evaluation(plan, put)
     _tokenizer(plan, put)
     _tp_overlap(plan, multicast)
     _linear_cross_entropy(plan)
     _directories(plan, put)
-    _length(plan, found, need_length, put)
+    _length(plan, found, need_length, put, data)
     return plan
 
 
@@ -1293,6 +1495,72 @@ def _own_to_megatron(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) 
         for dest in wanted_true:
             if not plan.given(dest):
                 put({dest: True}, f"{COMMAND_LINE} (--cpu-offloading-optimizer)")
+
+
+#: The longest sequence of fine-tuning that nobody asked for.
+SFT_LENGTH = 4096
+
+
+def _fine_tuning(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
+    """What fine-tuning sets before the launch defaults; the rest comes with its data."""
+    values = plan.values
+    if values["data_path"] and values["valid_data_path"]:
+        # Megatron takes no validation files beside --data-path, only beside this one.
+        moved = {"train_data_path": values["data_path"], "data_path": None}
+        put(moved, f"{COMMAND_LINE} (--data-path)")
+    if values["micro_batch_size"] not in (None, 1):
+        raise UserError(
+            f"--micro-batch-size {values['micro_batch_size']}: with boundaries inside, a rank "
+            "takes one sequence at once. Use --per-device-train-batch-size (more of them, one "
+            "after the other) or a longer --seq-length"
+        )
+    put({"micro_batch_size": 1}, LAUNCH_DEFAULT)
+    if not values["seq_length"]:
+        longest = values["max_position_embeddings"] or SFT_LENGTH
+        put({"seq_length": min(longest, SFT_LENGTH)}, LAUNCH_DEFAULT)
+        plan.notes.append(
+            f"--seq-length {values['seq_length']}: the model's {longest} positions, at most "
+            f"{SFT_LENGTH} by default"
+        )
+
+
+def _per_device(
+    plan: Plan, found: Mapping[str, _Given], put: Callable[[Mapping[str, Any], str], None]
+) -> None:
+    """The global batch from sequences a replica takes and the steps it accumulates."""
+    own, values = plan.own, plan.values
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    asked = [found[name] for name in names if name in found]
+    if not asked:
+        return
+    said = " ".join(f"{g.spelling} {g.value}" for g in asked)
+    for given in asked:
+        if given.value < 1:
+            raise UserError(f"{given.spelling} {given.value}: at least 1 is needed")
+    segment = max(given.segment for given in asked)
+    for dest in ("global_batch_size", *(() if own.sft else ("micro_batch_size",))):
+        other = found.get(dest)
+        if (
+            other is not None
+            and other.segment >= segment
+            and (dest != "micro_batch_size" or own.per_device_train_batch_size)
+        ):
+            raise UserError(
+                f"{said} and {other.spelling} {other.value} both set the batch; keep one of them"
+            )
+    size = own.per_device_train_batch_size or values["micro_batch_size"] or 1
+    if not own.sft and own.per_device_train_batch_size:
+        put({"micro_batch_size": size}, f"{COMMAND_LINE} ({said})")
+    steps, replicas = own.gradient_accumulation_steps or 1, plan.data_parallel_size
+    put({"global_batch_size": size * steps * replicas}, f"{COMMAND_LINE} ({said})")
+    tp, pp, cp = (
+        values[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "context")
+    )
+    plan.notes.append(
+        f"a step takes {size * steps * replicas} sequences: {size} a replica x {steps} "
+        f"accumulation steps x {replicas} data-parallel replicas ({plan.world_size} ranks / "
+        f"TP {tp} x PP {pp} x CP {cp}); the device of --per-device-train-batch-size is a replica"
+    )
 
 
 def _megatron_option(dest: str) -> str:
@@ -1529,6 +1797,7 @@ def _length(
     found: dict[str, _Given],
     need: bool,
     put: Callable[[Mapping[str, Any], str], None],
+    data: Epochs | None,
 ) -> None:
     """Exactly one run length, converted to steps (to samples where the batch size ramps up)."""
     values = plan.values
@@ -1565,6 +1834,9 @@ def _length(
     unit, amount = given.option.dest, given.value
     said = f"{given.spelling} {' '.join(given.tokens)}"
     length = values["seq_length"]
+    if plan.own.sft:
+        _sft_length(plan, unit, amount, said, put, data)
+        return
     data_tokens = _epoch_tokens(plan, required=unit == "epochs")
     if unit == "epochs":
         assert data_tokens is not None
@@ -1594,6 +1866,40 @@ def _length(
     tokens = samples * length
     epochs = tokens / data_tokens if data_tokens else None
     plan.run = RunLength(iters, samples, tokens, epochs, said, data_tokens)
+    _warmup(plan, put)
+
+
+def _sft_length(
+    plan: Plan,
+    unit: str,
+    amount: float,
+    said: str,
+    put: Callable[[Mapping[str, Any], str], None],
+    data: Epochs | None,
+) -> None:
+    """Length of a fine-tuning run, whose epochs are counted in packs."""
+    batch, length = plan.values["global_batch_size"], plan.values["seq_length"]
+    if unit not in ("epochs", "train_iters"):
+        raise UserError(
+            f"{said}: fine-tuning is measured in --num-train-epochs or --train-iters, since an "
+            "epoch depends on how samples pack"
+        )
+    if unit == "epochs":
+        if data is None:
+            plan.notes.append(f"{said}: the number of steps is known once the data is packed")
+            return
+        iters = data.steps(float(amount))
+        put({"train_samples": None, "train_iters": iters}, f"{COMMAND_LINE} ({said})")
+    else:
+        iters = int(amount)
+    plan.run = RunLength(
+        iters,
+        iters * batch,
+        iters * batch * length,
+        data.epochs(iters) if data is not None else None,
+        said,
+        data.tokens if data is not None else None,
+    )
     _warmup(plan, put)
 
 

@@ -1,4 +1,4 @@
-"""The pretraining loss: (sum of token losses, number of trained tokens, report)."""
+"""The losses: (sum, what the step's gradients are divided by, report)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,27 @@ def token_loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[
     loss = torch.sum(output.reshape(-1).float() * mask)
     count = mask.sum().detach().to(torch.int)
     return loss, count, {"lm loss": torch.stack([loss.detach(), count.to(loss.dtype)])}
+
+
+def weighted_loss(
+    loss_mask: Tensor, padding: Tensor, scale: float, output: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss of rows whose mask holds weights; see `megatron_patch.data.sft_dataset`.
+
+    Args:
+        loss_mask: [1, s] float32; over a step the weights add up to its real tokens.
+        padding: [1, s] bool, True where there is no real token.
+        scale: weight of one unit (a trained token, or a sample).
+        output: [1, s] per-token cross-entropy, any float dtype.
+
+    Returns:
+        The weighted sum (float32 scalar, differentiable), the number of real tokens (int32 scalar)
+        and the report `{"lm loss": [sum, count]}` in units.
+    """
+    mask = loss_mask.reshape(-1)
+    loss = torch.sum(output.reshape(-1).float() * mask)
+    count = (~padding).sum().to(torch.int)
+    return loss, count, {"lm loss": torch.stack([loss.detach(), mask.sum()]) / scale}
 
 
 def checked(result: tuple[Tensor, Tensor, dict[str, Any]]) -> tuple[Tensor, Tensor, dict[str, Any]]:

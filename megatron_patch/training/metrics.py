@@ -33,6 +33,7 @@ class Recorder:
             only and is sent to rank 0.
         echo: prints a line a step on rank 0, for runs whose last rank is on another node.
         first_step: called on rank 0 when the first step of this process is done.
+        describe: further values of a step, which is counted from 0; they win.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Recorder:
         pipeline: int,
         echo: bool = False,
         first_step: Callable[[], None] | None = None,
+        describe: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
         self._first_step = first_step
+        self._describe = describe
         self.rank, self.world_size, self.pipeline, self.echo = rank, world_size, pipeline, echo
         #: Last step of this process, None before the first.
         self.iteration: int | None = None
@@ -87,6 +90,8 @@ class Recorder:
             return
         if first and self._first_step is not None:
             self._first_step()
+        if self._describe is not None:
+            extra = extra | self._describe(iteration - 1)
         record = {"iteration": iteration, **values, "seconds": round(seconds, 6), **extra}
         tokens = extra.get("tokens")
         if tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,7 +44,11 @@ def mask_padded_vocab(model: Any, true_vocab_size: int) -> None:
 
 
 def model_config(
-    args: Namespace, spec: ModelSpec | None, *, linear_cross_entropy: bool = False
+    args: Namespace,
+    spec: ModelSpec | None,
+    *,
+    linear_cross_entropy: bool = False,
+    adjust: Callable[[list[Any]], None] | None = None,
 ) -> Any:
     """The `GPTModelConfig` for `args`, with this library's hooks.
 
@@ -51,6 +56,7 @@ def model_config(
         args: validated Megatron arguments.
         spec: the family's resolution of `config.json`; None for a model given by Megatron flags.
         linear_cross_entropy: make output layer and loss one operation.
+        adjust: changes the stages as the entry point needs them, last.
 
     Returns:
         A `megatron.training.models.gpt.GPTModelConfig`. Hooks run on every stage before it is
@@ -74,6 +80,8 @@ def model_config(
                 fused.install(
                     stage, spec.true_vocab_size if spec is not None else args.padded_vocab_size
                 )
+        if adjust is not None:
+            adjust(stages)
         return stages
 
     config.pre_wrap_hooks = [*config.pre_wrap_hooks, before_wrapping]

@@ -544,6 +544,11 @@ def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Repo
 def data_problems(plan: Plan) -> Iterator[str]:
     """Why the plan's data cannot be read on this machine."""
     found = plan.data
+    if plan.own.sft:
+        for name in found.prefixes():
+            if not (os.path.exists(name) or os.path.exists(f"{name}.json") or "*" in name):
+                yield f"{name} is not on this machine (seen from {os.getcwd()})"
+        return
     if not found.training and not plan.values["mock_data"]:
         yield "no data given: add --data-path PREFIX (of PREFIX.bin and PREFIX.idx)"
     for file in blend.missing(found):

@@ -35,11 +35,17 @@ class Recipe:
         name: program name in messages.
         datasets: upstream's dataset provider.
         forward_step: upstream's forward step.
+        resolve: `training.args.resolve`, or what does more with the same arguments.
+        adjust: changes the model's stages before they are wrapped; gets them and the plan.
+        describe: further values of the record of a step, counted from 0.
     """
 
     name: str
     datasets: Callable[..., Any]
     forward_step: Callable[..., Any]
+    resolve: Callable[..., Plan] | None = None
+    adjust: Callable[[list[Any], Plan], None] | None = None
+    describe: Callable[[int], dict[str, Any]] | None = None
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -72,13 +78,14 @@ def _single_process() -> None:
     )
 
 
-def set_up(argv: Sequence[str]) -> Plan:
+def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> Plan:
     """Diagnose the machine, choose the platform, resolve the arguments and apply the patches.
 
     Nothing of Megatron is imported before the machine is known to be sound.
 
     Args:
         argv: the command line without the program.
+        resolve: as in `Recipe`.
 
     Raises:
         UserError: with what is wrong and what to do.
@@ -96,7 +103,7 @@ def set_up(argv: Sequence[str]) -> Plan:
     device = detect.choose(asked.value if asked else None)
     _, world_size = rank_and_world()
     here = arguments.Environment.detect()
-    plan = arguments.resolve(
+    plan = (resolve or arguments.resolve)(
         argv,
         world_size=world_size,
         device=device,
@@ -183,7 +190,7 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
             # The launcher prints the command line too; without it the plan is what there is.
             return parallel.main(list(argv)) if rank_and_world()[0] == 0 else 0
         _quiet()
-        plan = set_up(argv)
+        plan = set_up(argv, recipe.resolve)
         return _run(recipe, plan, started)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -229,7 +236,12 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             print(f"> {line}", flush=True)
     with _in_words():
         args = parse(plan, output / "logs" if output is not None and rank == 0 else None)
-        config = model_config(args, plan.model, linear_cross_entropy=plan.linear_cross_entropy)
+        config = model_config(
+            args,
+            plan.model,
+            linear_cross_entropy=plan.linear_cross_entropy,
+            adjust=functools.partial(recipe.adjust, plan=plan) if recipe.adjust else None,
+        )
     metrics.RECORDER = metrics.Recorder(
         output / metrics.FILE if output is not None else None,
         rank=rank,
@@ -237,6 +249,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
         pipeline=args.pipeline_model_parallel_size,
         echo=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size,
         first_step=functools.partial(_write_plan, output, plan) if output is not None else None,
+        describe=recipe.describe,
     )
     status, word = 0, "finished"
     try:

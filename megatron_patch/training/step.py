@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_patch.training.batch import get_batch
-from megatron_patch.training.loss import checked, token_loss
+from megatron_patch.training.batch import Packed, get_batch, get_packed
+from megatron_patch.training.loss import checked, token_loss, weighted_loss
+from megatron_patch.util import UserError
 
 
 def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -47,3 +49,90 @@ def forward_step(
         output_processor=get_attr_wrapped_model(model, "fused_loss"),
     )
     return output, partial(_loss, batch["loss_mask"])
+
+
+def packed_forward_step(
+    data_iterator: Iterator[Any],
+    model: Any,
+    return_schedule_plan: bool = False,
+    *,
+    name: Callable[[int], str] = str,
+) -> tuple[Any, Callable[[Tensor], Any]]:
+    """Run one row of packed samples.
+
+    Args:
+        data_iterator: this virtual stage's rows.
+        model: the (wrapped) stage.
+        return_schedule_plan: asked by `--overlap-moe-expert-parallel-comm`.
+        name: how a message names a sample.
+
+    Returns:
+        As `forward_step`.
+    """
+    from megatron.core.utils import get_attr_wrapped_model, get_model_config
+    from megatron.training import get_args, get_timers
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    config = get_model_config(model)
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    row = get_packed(data_iterator, config, vp_stage)
+    timers("batch-generator").stop()
+    if get_args().log_throughput and model.training:
+        edges = torch.nn.functional.pad(row.lengths.cumsum(0), (1, 0))
+        update_seqlen_stats_from_cu_seqlens(edges.to(torch.int32))
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
+        row.tokens,
+        row.position_ids,
+        None,
+        labels=row.labels,
+        loss_mask=row.loss_mask,
+        packed_seq_params=row.params,
+        output_processor=get_attr_wrapped_model(model, "fused_loss"),
+        **_padding_mask(row, config, get_attr_wrapped_model(model, "pre_process")),
+    )
+    return output, partial(_packed_loss, row, name)
+
+
+def _padding_mask(row: Packed, config: Any, pre_process: bool) -> dict[str, Tensor]:
+    """What keeps padding out of the routers' statistics."""
+    if not config.num_moe_experts:
+        return {}
+    mask = row.padding
+    if config.sequence_parallel and not pre_process:
+        # Upstream cuts it beside the embedding only.
+        from megatron.core import mpu
+
+        parts = mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
+        mask = parts[mpu.get_tensor_model_parallel_rank()].contiguous()
+    return {"padding_mask": mask}
+
+
+def _packed_loss(
+    row: Packed, name: Callable[[int], str], output: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    from megatron.training import get_args
+
+    assert row.loss_mask is not None
+    result = weighted_loss(row.loss_mask, row.padding, row.scale, output)
+    if get_args().check_for_nan_in_loss_and_grad and not torch.isfinite(result[0]):
+        bad = _not_finite(row, output)
+        raise UserError(
+            f"the loss is {result[0].item()} in step {get_args().curr_iteration + 1}; its row has "
+            f"{', '.join(map(name, row.samples))}"
+            + (f"; not finite on {', '.join(map(name, bad))}" if bad else "")
+            + ". Nothing of this step was saved; the same command goes on from the last checkpoint"
+        )
+    return result
+
+
+def _not_finite(row: Packed, output: Tensor) -> list[int]:
+    """Samples of which this rank holds a trained token without a finite loss."""
+    assert row.loss_mask is not None
+    at = (~torch.isfinite(output) & (row.loss_mask > 0)).reshape(-1).nonzero().reshape(-1)
+    size = int(row.params.cu_seqlens_q[-1]) // output.numel()  # context-parallel ranks
+    edges = row.params.cu_seqlens_q.cpu() // size
+    places = torch.bucketize(at.cpu(), edges[1:], right=True).unique().tolist()
+    return [row.samples[place] for place in places if place < len(row.samples)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import os
 import signal
 from collections.abc import Callable
@@ -90,6 +91,7 @@ def train(
     resave: bool = False,
     die_in_step: int | None = None,
     without: list[str] | None = None,
+    entry: str = "pretrain",
 ) -> dict[str, Any]:
     """Train by the entry point; optionally keep gradients of a step and the final weights.
 
@@ -103,12 +105,12 @@ def train(
         resave: whether to save a checkpoint of what was loaded before the first step.
         die_in_step: step of this process in which rank 0 kills itself, gradients done.
         without: patches to leave out.
+        entry: `pretrain` or `sft`.
     """
     import torch
     from megatron.training import training as upstream
 
-    from megatron_patch import pretrain
-
+    main = importlib.import_module(f"megatron_patch.{entry}").main
     original = upstream.setup_model_and_optimizer
     held: dict[str, Any] = {}
 
@@ -135,7 +137,7 @@ def train(
     destroy = torch.distributed.destroy_process_group
     upstream.setup_model_and_optimizer = set_up
     torch.distributed.destroy_process_group = lambda *_: None  # kept for the work below
-    status = pretrain.main(argv)
+    status = main(argv)
     torch.distributed.destroy_process_group = destroy
     if status == 0 and weights:
         _save(_canonical(held["model"], lambda p: p.data.float()), directory / "weights")

@@ -1,0 +1,274 @@
+"""Fine-tuning's part of a plan: its data, what follows from it, and what is frozen.
+
+Nothing here imports torch or megatron before the stages exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch.data import packing, sft_dataset, sft_store
+from megatron_patch.data.sft_dataset import Rows, Shape
+from megatron_patch.training.args import (
+    LAUNCH_DEFAULT,
+)
+from megatron_patch.util import UserError
+
+if TYPE_CHECKING:
+    from megatron_patch.training.args import Plan
+
+
+def rows(plan: Plan) -> tuple[Rows, Rows | None]:
+    """Train and validation rows of a run; chats are tokenized into the run's cache.
+
+    Raises:
+        UserError: no data, no model, data that cannot be used, or that does not fit the run.
+    """
+    own, values = plan.own, plan.values
+    if plan.model is None or not own.hf_model:
+        raise UserError("--hf-model is needed: the directory with config.json and the tokenizer")
+    if not own.output_dir:
+        raise UserError("--output-dir is needed: checkpoints and the tokenized data go there")
+    blend = plan.data.training
+    if not blend:
+        raise UserError("--data-path is needed: chats (.jsonl, .json, .parquet) or a prepared set")
+    length, padded = values["seq_length"], plan.model.padded_vocab_size
+    folder = values["data_cache_path"] or os.path.join(own.output_dir, "cache")
+
+    def make(path: str) -> sft_store.Job:
+        return sft_store.chat_job(
+            own,
+            [path],
+            own.hf_model or "",
+            "",
+            # Other lengths are cut by the pool, so that the cache serves any of them.
+            max_length=length if own.on_overlong == "error" else None,
+            padded_vocab_size=padded,
+        )
+
+    def pool(named: Sequence[tuple[float | None, str]]) -> tuple[Any, tuple[float, ...]]:
+        sets, weights = sft_dataset.open_sets(named, make, folder)
+        for name, samples in sets:
+            _check_vocabulary(plan, name, samples)
+        return sft_dataset.pool(sets, length, on_overlong=own.on_overlong), weights
+
+    train, weights = pool(blend)
+    valid = None
+    shares = plan.data.shares
+    share = shares[1] / sum(shares) if shares else 0.0
+    if values["valid_data_path"]:
+        valid, _ = pool(plan.data.blends[1] or [])
+    elif share:
+        if shares and shares[2]:
+            raise UserError(
+                f"--split {values['split']}: fine-tuning has no test part; end it with a 0"
+            )
+        train, valid = sft_dataset.split(train, share, values["seed"])
+    shape = _shape(plan)
+    shape = _as_before(plan, shape)
+    evaluated = dataclasses.replace(
+        shape, ranks=plan.data_parallel_size, micro_batches=_micro_batches(plan)
+    )
+    return (
+        Rows(train, weights, shape, folder),
+        Rows(valid, (1.0,) * len(valid.sets), evaluated, folder) if valid is not None else None,
+    )
+
+
+def _check_vocabulary(plan: Plan, name: str, samples: sft_store.Samples) -> None:
+    """Prepared ids of another tokenizer are found here only where they are too large."""
+    assert plan.model is not None
+    largest = samples.meta.get("padded_vocab_size")
+    if largest is not None and largest > plan.model.padded_vocab_size:
+        raise UserError(
+            f"{name} was made for a vocabulary of {largest} rows, the model has "
+            f"{plan.model.padded_vocab_size}: prepare it with this model's tokenizer"
+        )
+
+
+def _micro_batches(plan: Plan) -> int:
+    batch, ranks = plan.values["global_batch_size"], plan.data_parallel_size
+    if batch is None:
+        return 1
+    if batch % ranks:
+        raise UserError(
+            f"--global-batch-size {batch} does not divide over {ranks} data-parallel replicas: "
+            f"choose a multiple of {ranks}"
+        )
+    return int(batch // ranks)
+
+
+def _shape(plan: Plan) -> Shape:
+    own, values = plan.own, plan.values
+    align = packing.alignment(
+        tp=values["tensor_model_parallel_size"],
+        cp=values["context_parallel_size"],
+        sequence_parallel=bool(values["sequence_parallel"]),
+        recipe=own.fp8,
+    )
+    if values["seq_length"] % align.pack:
+        raise UserError(
+            f"--seq-length {values['seq_length']} must be a multiple of {align.pack} at this "
+            "layout (TP with sequence parallelism, CP and FP8 cut it)"
+        )
+    return Shape(
+        length=values["seq_length"],
+        alignment=align,
+        ranks=plan.data_parallel_size,
+        micro_batches=_micro_batches(plan),
+        seed=values["seed"],
+        packed=not own.no_packing,
+        unit=own.sft_loss_unit,
+        # Stages of a pipeline agree on one shape beforehand.
+        varying=values["pipeline_model_parallel_size"] == 1,
+    )
+
+
+#: What decides the order of rows, as kept in `resolved_args.json`.
+_KEPT = ("length", "ranks", "micro_batches", "seed", "packed")
+
+
+def _as_before(plan: Plan, shape: Shape) -> Shape:
+    """The shape that an earlier start of the run had, so that no sample comes twice or never.
+
+    Another number of replicas takes the same rows in the same steps.
+
+    Raises:
+        UserError: the run was started with rows that this start cannot make.
+    """
+    if not plan.own.output_dir or not plan.values["exit_on_missing_checkpoint"]:
+        return shape
+    try:
+        saved = json.loads(Path(plan.own.output_dir, "resolved_args.json").read_text())["order"]
+        before = {name: saved[name] for name in (*_KEPT, "multiple")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return shape
+    remedy = "; keep it, or start anew from the weights (--init-from, another --output-dir)"
+    now = {"length": "--seq-length", "seed": "--seed", "packed": "--no-packing"}
+    for name, flag in now.items():
+        if getattr(shape, name) != before[name]:
+            raise UserError(
+                f"{flag} is another one than at this run's start ({before[name]} then, "
+                f"{getattr(shape, name)} now), and decides which samples are still to come{remedy}"
+            )
+    rows_before = before["ranks"] * before["micro_batches"]
+    if rows_before != shape.rows:
+        raise UserError(
+            f"a step of this run takes {rows_before} sequences, now {shape.rows} "
+            f"(--global-batch-size){remedy}"
+        )
+    if before["multiple"] % shape.alignment.sample:
+        raise UserError(
+            f"this run's samples are padded to multiples of {before['multiple']}, and this layout "
+            f"asks for {shape.alignment.sample} (2 x CP): keep CP{remedy}"
+        )
+    return dataclasses.replace(
+        shape,
+        ranks=before["ranks"],
+        micro_batches=before["micro_batches"],
+        alignment=dataclasses.replace(shape.alignment, sample=before["multiple"]),
+    )
+
+
+def complete(plan: Plan, train: Rows, valid: Rows | None) -> None:
+    """What follows from the data: evaluation, the record for the next start, the log.
+
+    Args:
+        plan: resolved with `train` as its data; changed in place.
+        train: rows of the run.
+        valid: rows of the evaluation, or None.
+    """
+    values = plan.values
+
+    def put(dest: str, value: Any) -> None:
+        values[dest], plan.source[dest] = value, LAUNCH_DEFAULT
+
+    assert plan.run is not None
+    if valid is None:
+        put("eval_iters", 0)
+    else:
+        most = values["eval_iters"] if plan.given("eval_iters") else math.inf
+        put("eval_iters", min(most, valid.epoch(0).steps))
+        if not plan.given("eval_interval"):
+            put("eval_interval", min(500, train.epoch(0).steps))
+    shape = train.shape
+    plan.order = {name: getattr(shape, name) for name in _KEPT}
+    plan.order |= {"multiple": shape.alignment.sample, "rows": train.digest}
+    lines = [f"data       {', '.join(train.pool.names)}", *train.lines()]
+    if valid is not None:
+        report = valid.epoch(0).schedule.report
+        lines.append(
+            f"evaluation {len(valid.pool)} samples with {report.tokens} tokens, in "
+            f"{report.packs} rows, every {values['eval_interval']} steps and at the end"
+        )
+    warmup = values["lr_warmup_iters"]
+    if not warmup and values["lr_warmup_fraction"]:
+        warmup = round(values["lr_warmup_fraction"] * plan.run.iters, 1)
+    tp, pp, cp = (
+        values[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "context")
+    )
+    lines.append(
+        f"run        {plan.run.iters} steps of {shape.rows} rows, {plan.run.epochs or 0:.2f} "
+        f"epochs, warm-up {warmup} steps; {plan.data_parallel_size} data-parallel replicas = "
+        f"{plan.world_size} ranks / (TP {tp} x PP {pp} x CP {cp})"
+    )
+    plan.notes += lines
+
+
+def freeze(stages: Sequence[Any], patterns: Sequence[str]) -> None:
+    """Keep parameters whose name a pattern matches as they are.
+
+    Args:
+        stages: this rank's model chunks.
+        patterns: regular expressions, searched for in the names, layers counted over all stages.
+
+    Raises:
+        UserError: a pattern is none, or matches nothing on any rank.
+    """
+    if not patterns:
+        return
+    import torch
+
+    found = dict.fromkeys(patterns, 0)
+    try:
+        compiled = {pattern: re.compile(pattern) for pattern in patterns}
+    except re.error as problem:
+        raise UserError(
+            f"--freeze: {problem.pattern!r} is no regular expression: {problem}"
+        ) from None
+    for stage in stages:
+        for name, parameter in named(stage):
+            for pattern, expression in compiled.items():
+                if expression.search(name):
+                    parameter.requires_grad_(False)
+                    found[pattern] += parameter.numel()
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, found)
+    for pattern in patterns:
+        if not any(part[pattern] for part in everywhere):
+            raise UserError(f"--freeze {pattern}: no parameter's name has it")
+
+
+def named(stage: Any) -> Any:
+    """Parameters of a stage by name, with the numbers that layers have in the whole model.
+
+    Args:
+        stage: a `GPTModel` chunk.
+
+    Yields:
+        Name and parameter.
+    """
+    layers = getattr(getattr(stage, "decoder", None), "layers", ())
+    number = {index: layer.layer_number - 1 for index, layer in enumerate(layers)}
+    for name, parameter in stage.named_parameters():
+        place = re.match(r"decoder\.layers\.(\d+)\.", name)
+        if place is not None:
+            name = f"decoder.layers.{number[int(place[1])]}.{name[place.end() :]}"
+        yield name, parameter

@@ -1,0 +1,153 @@
+"""Fine-tuning: packed samples give what the same samples give alone, at every layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_patch.training import metrics
+from tests.dist.harness import RankServer
+from tests.dist.test_layouts import Layout
+from tests.dist.tiny import MODELS, tensors, worst
+
+#: Lengths of the samples: edges of packs, odd ones, one alone in its pack.
+LENGTHS = (63, 1 + 2, 21, 30, 17, 40, 23, 5, 33, 11)
+
+#: Balancing losses are of a row, not of a sample: they differ by design.
+EXTRA = {"moe": {"router_aux_loss_coef": 0.0}}
+
+LAYOUTS = (
+    Layout("one", 1, ()),
+    Layout("tp2-sp", 2, ("--tp", "2")),
+    Layout("pp2", 2, ("--pp", "2")),
+    Layout("pp2-vpp2", 2, ("--pp", "2", "--vpp", "2")),
+    Layout("cp2", 2, ("--cp", "2")),
+    Layout("dp2", 2, ()),
+    Layout("tp2-pp2", 4, ("--tp", "2", "--pp", "2")),
+    Layout("ep2", 2, ("--ep", "2"), dense=False),
+    Layout("cp2-pp4", 8, ("--cp", "2", "--pp", "4"), moe=False),
+)
+
+
+def sample(number: int, length: int) -> dict[str, Any]:
+    rng = np.random.default_rng(number)
+    ids = rng.integers(1, 500, length).tolist()
+    trained = (rng.random(length) < 0.6).astype(int)
+    trained[-1] = 1
+    return {"input_ids": ids, "loss_mask": trained.tolist()}
+
+
+def write_data(path: Path, lengths: Any = LENGTHS) -> Path:
+    rows = [json.dumps(sample(number, length)) for number, length in enumerate(lengths)]
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def write_sft_model(folder: Path, kind: str, **more: Any) -> Path:
+    """Configuration and a tokenizer, which ids that are given need for its size only."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[kind] | more))
+    vocabulary = {f"w{n}": n for n in range(499)} | {"</s>": 499}
+    Tokenizer(WordLevel(vocabulary, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+def flags(model: Path, data: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *("--hf-model", str(model), "--data-path", str(data), "--output-dir", str(output)),
+        *("--seq-length", "64", "--global-batch-size", "4", "--epochs", "1"),
+        *("--lr", "0.1", "--min-lr", "0.1", "--warmup-steps", "0", "--clip-grad", "0"),
+        *("--optimizer", "sgd", "--no-use-distributed-optimizer", "--no-overlap-param-gather"),
+        *("--seed", "11", "--no-save-optim"),
+        *more,
+    ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    loss: float
+    record: dict[str, Any]
+    grads: dict[str, np.ndarray]
+
+
+def run(ranks: RankServer, folder: Path, world: int, argv: list[str]) -> Outcome:
+    result = ranks.run("tests.dist.jobs:train", world, folder, argv=argv, grads_after=1,
+                       entry="sft")  # fmt: skip
+    assert result.values == [{"status": 0}] * world
+    (record,) = metrics.read(Path(argv[argv.index("--output-dir") + 1]))
+    return Outcome(record["lm loss"], record, tensors(ranks, folder / "grads", folder / "g"))
+
+
+@dataclass(frozen=True)
+class Start:
+    model: Path
+    data: Path
+    checkpoint: Path
+
+
+@pytest.fixture(scope="module")
+def starts(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
+    found = {}
+    for kind in MODELS:
+        folder = tmp_path_factory.mktemp(kind)
+        model = write_sft_model(folder / "hf", kind, **EXTRA.get(kind, {}))
+        data = write_data(folder / "data.jsonl")
+        argv = flags(model, data, folder / "first")
+        result = ranks.run("tests.dist.jobs:train", 1, folder / "job", argv=argv, entry="sft")
+        assert result.values == [{"status": 0}], result.logs[0].read_text()[-2000:]
+        found[kind] = Start(model, data, folder / "first")
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(
+    ranks: RankServer, starts: dict[str, Start], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
+    """Every sample a row of its own, on one rank."""
+    found = {}
+    for kind, start in starts.items():
+        folder = tmp_path_factory.mktemp(f"{kind}-alone")
+        rows = str(len(LENGTHS))
+        argv = flags(start.model, start.data, folder / "run", "--init-from", str(start.checkpoint),
+                     "--no-packing", "--global-batch-size", rows)  # fmt: skip
+        found[kind] = run(ranks, folder, 1, argv)
+    return found
+
+
+CASES = [
+    pytest.param(kind, layout, id=f"{kind}-{layout.name}")
+    for kind in MODELS
+    for layout in LAYOUTS
+    if getattr(layout, kind)
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_packed_is_alone(
+    kind: str,
+    layout: Layout,
+    ranks: RankServer,
+    starts: dict[str, Start],
+    alone: dict[str, Outcome],
+    tmp_path: Path,
+) -> None:
+    start, want = starts[kind], alone[kind]
+    argv = flags(start.model, start.data, tmp_path / "run", "--init-from", str(start.checkpoint),
+                 *layout.flags)  # fmt: skip
+    got = run(ranks, tmp_path / "job", layout.ranks, argv)
+    assert got.record["trained_tokens"] == want.record["trained_tokens"]
+    assert got.record["tokens"] == sum(LENGTHS)
+    gap, name = worst(got.grads, want.grads)
+    print(f"{kind} {layout.name}: loss {abs(got.loss / want.loss - 1):.1e}, "
+          f"gradient {gap:.1e} ({name})")  # fmt: skip
+    assert got.loss == pytest.approx(want.loss, rel=1e-5)
+    assert gap < 1e-5, name
