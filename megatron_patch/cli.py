@@ -42,6 +42,10 @@ COMMANDS = MappingProxyType(
             "Hugging Face files to a Megatron checkpoint and back, and the proof: verify.",
         ),
         "pretrain": ("megatron_patch.pretrain:main", "Train (under torchrun: one process a GPU)."),
+        "sft": (
+            "megatron_patch.sft:main",
+            "Fine-tune on chats, packed (under torchrun: one process a GPU).",
+        ),
         "plot": ("megatron_patch.training.metrics:main", "Draw the loss curve of a run directory."),
         "patches": (
             "megatron_patch.patches.registry:main",

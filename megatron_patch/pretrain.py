@@ -24,6 +24,9 @@ def main(argv: list[str]) -> int:
         return 0
     from megatron_patch.training import run
 
+    if "--sft" in argv:
+        print("error: --sft is fine-tuning: python -m megatron_patch.sft", file=sys.stderr)
+        return 2
     return run.train(run.Recipe("pretrain", _datasets, _forward_step), argv)
 
 

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
 
         print(help_text("python -m megatron_patch.sft", "--help-all" in argv))
         return 0
-    from megatron_patch.training import run
+    from megatron_patch.training import run, sft
 
     tuning = FineTuning()
     recipe = run.Recipe(
@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
         resolve=tuning.resolve,
         adjust=tuning.adjust,
         describe=tuning.describe,
+        finish=sft.export,
     )
     return run.train(recipe, argv if "--sft" in argv else ["--sft", *argv])
 
@@ -64,6 +65,7 @@ class FineTuning:
         from megatron_patch.training import args, sft
 
         draft = args.resolve(argv, **surroundings, need_length=False)
+        argv = sft.with_weights(draft, argv)
         self.train, self.valid = sft.rows(draft)
         plan = args.resolve(argv, **surroundings, data=self.train)
         sft.complete(plan, self.train, self.valid)

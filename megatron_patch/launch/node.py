@@ -121,6 +121,8 @@ def wants_demo(flags: Flags, options: Options) -> bool:
         return True
     if has_model:
         return False
+    if flags.user == ("--sft",):
+        raise UserError("--sft needs --hf-model DIR and --data-path CHATS; --help lists the rest")
     if flags.user or options.given - NEUTRAL:
         raise UserError(
             "no model given: add --hf-model DIR, a Hugging Face directory with config.json and "
@@ -133,6 +135,8 @@ def run(call: Call) -> int:
     """One call of a launcher, from flags to exit status."""
     environ = dict(os.environ)
     options, rest = split_flags(call.user)
+    if any(token.replace("_", "-") == "--sft" for token in rest):
+        call = replace(call, entry="sft")
     if options.hostfile is not None:
         raise UserError("--hostfile belongs to the mpi_run_... launchers")
     flags = Flags(call.defaults, tuple(rest))
@@ -194,7 +198,7 @@ def start(
         status = preflight(world, checked, quiet=not (world.leads or options.dry_run))
         if status:
             return status
-        if not options.dry_run and call.entry == "pretrain":
+        if not options.dry_run:
             require_length_and_data(world, checked)
     if options.dry_run:
         print("dry run: nothing was started or written")

@@ -38,6 +38,7 @@ class Recipe:
         resolve: `training.args.resolve`, or what does more with the same arguments.
         adjust: changes the model's stages before they are wrapped; gets them and the plan.
         describe: further values of the record of a step, counted from 0.
+        finish: what is left to do on rank 0 once the run is through.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Recipe:
     resolve: Callable[..., Plan] | None = None
     adjust: Callable[[list[Any], Plan], None] | None = None
     describe: Callable[[int], dict[str, Any]] | None = None
+    finish: Callable[[Plan], None] | None = None
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -224,6 +226,8 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
                 "--train-tokens, ...) extends it",
                 flush=True,
             )
+            if recipe.finish is not None and output is not None and not (output / "hf").exists():
+                recipe.finish(plan)
         return 0
     # On every rank: the record is rewritten after the first step, which no rank reaches alone.
     changes = _changes(output / "resolved_args.json", plan) if output is not None else []
@@ -270,6 +274,8 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
         print(f"> {word} after {time.time() - started:.0f} s", flush=True)
         if output is not None:
             _finish(output)
+        if recipe.finish is not None and word == "finished":
+            recipe.finish(plan)
     import torch
 
     torch.distributed.destroy_process_group()

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from megatron_patch.data import packing, sft_dataset, sft_store
 from megatron_patch.data.sft_dataset import Rows, Shape
 from megatron_patch.training.args import (
     LAUNCH_DEFAULT,
+    has_checkpoint,
 )
 from megatron_patch.util import UserError
 
@@ -80,6 +82,50 @@ def rows(plan: Plan) -> tuple[Rows, Rows | None]:
         Rows(train, weights, shape, folder),
         Rows(valid, (1.0,) * len(valid.sets), evaluated, folder) if valid is not None else None,
     )
+
+
+def with_weights(plan: Plan, argv: Sequence[str]) -> list[str]:
+    """The command line with the model's own weights to start from, where nothing else is named.
+
+    Raises:
+        UserError: the weights cannot be read.
+    """
+    from megatron_patch.convert import commands
+
+    own, words = plan.own, list(argv)
+    if own.init_from or plan.given("load") or plan.values["exit_on_missing_checkpoint"]:
+        return words
+    if not own.hf_model or not own.output_dir:
+        return words
+    if not any(Path(own.hf_model).glob("*.safetensors")):
+        return words
+    target = Path(own.output_dir, "init")
+    with sft_dataset.alone(own.output_dir):
+        if not has_checkpoint(target):
+            where = ["--input-dir", own.hf_model, "--output-dir", str(target)]
+            if commands.hf2mcore(where):
+                raise UserError(f"the weights of {own.hf_model} cannot be used; see above")
+    return [*words, "--init-from", str(target)]
+
+
+def export(plan: Plan) -> None:
+    """The run's last checkpoint as a Hugging Face directory, `hf/` of the run.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    from megatron_patch.convert import commands
+
+    own = plan.own
+    checkpoints = Path(own.output_dir or "", "checkpoints")
+    if not has_checkpoint(checkpoints):
+        return
+    output = Path(own.output_dir or "", "hf")
+    if output.exists():
+        shutil.rmtree(output)
+    where = ["--input-dir", str(checkpoints), "--output-dir", str(output)]
+    if commands.mcore2hf([*where, "--hf-dir", own.hf_model or ""]):
+        raise UserError(f"{checkpoints} was not exported; see above")
 
 
 def _check_vocabulary(plan: Plan, name: str, samples: sft_store.Samples) -> None:
