@@ -100,13 +100,14 @@ class OwnFlag:
     default: str = ""
 
 
-_MODEL, _DATA, _RUN, _PARALLEL, _MEMORY, _TUNE, _TOOL = (
+#: Heading of the flags that need ``--sft``.
+FINE_TUNING = "Fine-tuning (--sft)"
+_MODEL, _DATA, _RUN, _PARALLEL, _MEMORY, _TOOL = (
     "Model and directories",
     "Data and batch",
     "Run length and learning rate",
     "Parallel layout",
     "Precision and memory",
-    "Fine-tuning (--sft)",
     "What to do",
 )
 
@@ -117,7 +118,7 @@ CHAT_FLAGS: tuple[OwnFlag, ...] = (
         (),
         "schema",
         "str",
-        _TUNE,
+        FINE_TUNING,
         "what records are",
         "NAME",
         choices=("tokenized", "messages", "conversations", "prompt-completion", "alpaca"),
@@ -128,7 +129,7 @@ CHAT_FLAGS: tuple[OwnFlag, ...] = (
         (),
         "prompt_completion_as",
         "str",
-        _TUNE,
+        FINE_TUNING,
         "prompt and completion that are strings: text with an EOS behind, or a chat of two turns "
         "in the model's template",
         "FORM",
@@ -140,7 +141,7 @@ CHAT_FLAGS: tuple[OwnFlag, ...] = (
         (),
         "on_overlong",
         "str",
-        _TUNE,
+        FINE_TUNING,
         "samples longer than the sequence: leave them out and count them, cut their end off, or "
         "end the run",
         "WHAT",
@@ -152,7 +153,7 @@ CHAT_FLAGS: tuple[OwnFlag, ...] = (
         (),
         "on_bad_line",
         "str",
-        _TUNE,
+        FINE_TUNING,
         "a record that is no JSON, fits no schema, or whose trained turns cannot be located: end "
         "the run, or leave it out and count it",
         "WHAT",
@@ -164,7 +165,7 @@ CHAT_FLAGS: tuple[OwnFlag, ...] = (
         (),
         "chat_template",
         "str",
-        _TUNE,
+        FINE_TUNING,
         "Jinja file instead of the model's",
         "FILE",
     ),
@@ -173,13 +174,19 @@ CHAT_FLAGS: tuple[OwnFlag, ...] = (
         (),
         "chat_template_kwargs",
         "str",
-        _TUNE,
+        FINE_TUNING,
         'variables of the template, as {"enable_thinking": false}',
         "JSON",
         default="{}",
     ),
     OwnFlag(
-        "--eod-token", (), "eod_token", "str", _TUNE, "the EOS, if not the tokenizer's", "TEXT"
+        "--eod-token",
+        (),
+        "eod_token",
+        "str",
+        FINE_TUNING,
+        "the EOS, if not the tokenizer's",
+        "TEXT",
     ),
 )
 
@@ -463,7 +470,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         (),
         "sft",
         "flag",
-        _TUNE,
+        FINE_TUNING,
         "fine-tune on chats (megatron_patch.sft); never Megatron's flag of that name",
     ),
     OwnFlag(
@@ -471,7 +478,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         ("--loss-unit",),
         "sft_loss_unit",
         "str",
-        _TUNE,
+        FINE_TUNING,
         "token: every trained token of a step weighs the same; sample: every sample does",
         "UNIT",
         choices=("token", "sample"),
@@ -482,7 +489,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         (),
         "no_packing",
         "flag",
-        _TUNE,
+        FINE_TUNING,
         "one sample a sequence instead of as many as fit",
     ),
     OwnFlag(
@@ -490,7 +497,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         (),
         "freeze",
         "list",
-        _TUNE,
+        FINE_TUNING,
         "regular expressions: parameters whose Megatron name one of them matches stay as they are "
         "(router, embedding, layers\\.[0-3]\\.)",
         "RE",
@@ -1388,6 +1395,10 @@ def _join(
     _own_to_megatron(plan, put)
     if own.sft:
         _fine_tuning(plan, put)
+    else:
+        for flag in OWN_FLAGS:
+            if flag.group == FINE_TUNING and flag.dest in found:
+                raise UserError(f"{found[flag.dest].spelling} has no effect without --sft")
     _per_device(plan, found, put)
     _launch_defaults(plan, frozenset(user), put)
     _evaluation(plan, put)
@@ -1508,13 +1519,6 @@ def _fine_tuning(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
         # Megatron takes no validation files beside --data-path, only beside this one.
         moved = {"train_data_path": values["data_path"], "data_path": None}
         put(moved, f"{COMMAND_LINE} (--data-path)")
-    if values["micro_batch_size"] not in (None, 1):
-        raise UserError(
-            f"--micro-batch-size {values['micro_batch_size']}: with boundaries inside, a rank "
-            "takes one sequence at once. Use --per-device-train-batch-size (more of them, one "
-            "after the other) or a longer --seq-length"
-        )
-    put({"micro_batch_size": 1}, LAUNCH_DEFAULT)
     if not values["seq_length"]:
         longest = values["max_position_embeddings"] or SFT_LENGTH
         put({"seq_length": min(longest, SFT_LENGTH)}, LAUNCH_DEFAULT)

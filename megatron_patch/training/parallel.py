@@ -245,11 +245,6 @@ def _batch_refusals(values: Mapping[str, Any], world: int) -> Iterator[str]:
             f"use --seq-length {most}, or --max-position-embeddings {length} where the model is "
             "meant to learn longer positions"
         )
-    if values["sft"] and micro > 1:
-        yield (
-            f"packed sequences take --micro-batch-size 1, not {micro}: a micro batch is one pack; "
-            "use a longer --seq-length instead"
-        )
 
 
 def _recipe(values: Mapping[str, Any]) -> str | None:
@@ -499,6 +494,13 @@ def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Repo
         problems += _batch_refusals(values, plan.world_size)
         problems += _device_refusals(plan)
         problems += _effect_refusals(plan)
+        micro = values["micro_batch_size"]
+        if plan.own.sft and micro > 1:
+            problems.append(
+                f"packed sequences take --micro-batch-size 1, not {micro}: a micro batch is one "
+                "pack; use a longer --seq-length instead, or --per-device-train-batch-size (so "
+                "many packs, one after the other)"
+            )
     except UserError as problem:
         problems.append(str(problem))
     problems += _offload_refusals(plan)

@@ -606,6 +606,8 @@ def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
         "--output-dir": "o",
         "--init-from": weights,
         "--data-path": write_index(tmp_path / "e", [1024] * 320),
+        "--valid-data-path": None,  # excludes --data-path
+        "--warmup-ratio": "0.3",
         "--precision": "fp16",
         "--fp8": "delayed",
         "--parallel": "auto",
@@ -617,13 +619,18 @@ def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
         "--epochs": "2",
     }
     for flag in args.OWN_FLAGS:
-        value = samples.get(flag.name, "3")
+        value = samples.get(flag.name, flag.choices[-1] if flag.choices else "3")
         if value is None:
             continue
         argv = ["--hf-model", hf, "--seq-length", "1024", "--lr", "0.1", "--gbs", "64"]
         argv += ["--output-dir", "p", "--data-path", data]
         if flag.name not in ("--train-tokens", "--train-samples", "--epochs", "--train-iters"):
             argv += ["--train-iters", "1000"]
+        if flag.group == args.FINE_TUNING and flag.name != "--sft":
+            with pytest.raises(UserError, match=r"no effect .*--sft"):
+                given = [flag.name] if flag.kind == "flag" else [flag.name, value]
+                args.resolve([*argv, *given])
+            argv += ["--sft"]
         argv += [args.USER_FLAGS_MARK]
         reference = ["--train-samples", "700"] if "--train-iters" not in argv else []
         before = args.resolve([*argv, *reference])
