@@ -104,7 +104,7 @@ def _hf2mcore(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print(plan, output)
     _announce(plan, args.input_dir, output)
-    stream.check_tied_head(plan)
+    stream.check_copies(plan)
     return _carry_out(stream.Import.of(plan), output, args, part)
 
 

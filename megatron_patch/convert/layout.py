@@ -21,6 +21,15 @@ _LAYER = (
     ("attention.qkv.bias", "self_attention.linear_qkv.bias"),
     ("attention.q_norm.weight", "self_attention.q_layernorm.weight"),
     ("attention.k_norm.weight", "self_attention.k_layernorm.weight"),
+    ("latent.norm.weight", "input_layernorm.weight"),
+    ("latent.q.weight", "self_attention.linear_q_proj.weight"),
+    ("latent.q_down.weight", "self_attention.linear_q_down_proj.weight"),
+    ("latent.q_norm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+    ("latent.q_up.weight", "self_attention.linear_q_up_proj.weight"),
+    ("latent.kv_down.weight", "self_attention.linear_kv_down_proj.weight"),
+    ("latent.kv_norm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+    ("latent.kv_up.weight", "self_attention.linear_kv_up_proj.weight"),
+    ("latent.out.weight", "self_attention.linear_proj.weight"),
     ("attention.out.weight", "self_attention.linear_proj.weight"),
     ("attention.out.bias", "self_attention.linear_proj.bias"),
     ("mlp.norm.weight", "mlp.linear_fc1.layer_norm_weight"),
@@ -30,6 +39,17 @@ _LAYER = (
     ("mlp.down.bias", "mlp.linear_fc2.bias"),
     ("moe.norm.weight", "pre_mlp_layernorm.weight"),
     ("moe.router.weight", "mlp.router.weight"),
+    ("moe.router.bias", "mlp.router.expert_bias"),
+    ("moe.shared.gate_up.weight", "mlp.shared_experts.linear_fc1.weight"),
+    ("moe.shared.down.weight", "mlp.shared_experts.linear_fc2.weight"),
+)
+
+#: What a layer for multi-token prediction has around its decoder layer.
+_AROUND_MTP = (
+    ("embedding_norm.weight", "enorm.weight"),
+    ("hidden_norm.weight", "hnorm.weight"),
+    ("join.weight", "eh_proj.weight"),
+    ("final_norm.weight", "final_layernorm.weight"),
 )
 
 #: (logical, sequential experts, grouped experts)
@@ -38,7 +58,7 @@ _EXPERT = (
     ("down", "local_experts.{e}.linear_fc2.weight", "linear_fc2.weight{e}"),
 )
 
-_IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_IN_LAYER = re.compile(r"(layers|mtp)\.(\d+)\.(.+)")
 _IN_EXPERT = re.compile(r"moe\.experts\.(\d+)\.(\w+)\.weight")
 
 
@@ -47,7 +67,7 @@ def checkpoint_key(name: str, *, grouped_experts: bool = False) -> str:
 
     Args:
         name: ``embedding.weight``, ``layers.3.attention.qkv.bias``,
-            ``layers.3.moe.experts.7.down.weight``, ...
+            ``layers.3.moe.experts.7.down.weight``, ``mtp.0.join.weight``, ...
         grouped_experts: Experts run as one grouped GEMM, which names its weights otherwise.
 
     Raises:
@@ -56,10 +76,15 @@ def checkpoint_key(name: str, *, grouped_experts: bool = False) -> str:
     in_layer = _IN_LAYER.fullmatch(name)
     if in_layer is None:
         return dict(_MODEL)[name]
-    prefix = f"decoder.layers.{in_layer[1]}."
-    in_expert = _IN_EXPERT.fullmatch(in_layer[2])
+    stack, number, inner = in_layer.groups()
+    prefix = f"decoder.layers.{number}."
+    if stack == "mtp":
+        if inner in dict(_AROUND_MTP):
+            return f"mtp.layers.{number}.{dict(_AROUND_MTP)[inner]}"
+        prefix = f"mtp.layers.{number}.mtp_model_layer."
+    in_expert = _IN_EXPERT.fullmatch(inner)
     if in_expert is None:
-        return prefix + dict(_LAYER)[in_layer[2]]
+        return prefix + dict(_LAYER)[inner]
     names = {logical: (sequential, grouped) for logical, sequential, grouped in _EXPERT}
     pattern = names[in_expert[2]][int(grouped_experts)]
     return f"{prefix}mlp.experts.{pattern.format(e=in_expert[1])}"

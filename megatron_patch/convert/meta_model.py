@@ -218,7 +218,7 @@ def main(argv: list[str]) -> int:
     hf = load_config(directory)
     spec = get_family(hf.model_type).resolve(hf)
     sys.argv = sys.argv[:1]
-    if all(layer.attention == "gqa" for layer in spec.layers):
+    if all(layer.attention in ("gqa", "mla") for layer in spec.layers):
         for package in _NOT_NEEDED:
             sys.modules[package] = None  # type: ignore[assignment]  # Python's way to say: absent
     cpu.enable()

@@ -32,7 +32,7 @@ from megatron_patch.convert.rows import (
     rows_of,
     tensor_bytes,
 )
-from megatron_patch.convert.rules import EMBEDDING, HEAD, PadVocab, Rule
+from megatron_patch.convert.rules import PadVocab, Rule
 from megatron_patch.util import UserError, human_bytes
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class ImportPlan:
         objects: Bookkeeping entries that a checkpoint of this model has.
         skipped: What is not written.
         notes: What a user should know.
-        tied_head: Whether the source repeats the embedding as output layer.
+        copies: Names under which the source repeats a tensor (`rules.copies`).
         runs: Which rows every operation moves where.
     """
 
@@ -98,7 +98,7 @@ class ImportPlan:
     objects: tuple[str, ...]
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
-    tied_head: bool
+    copies: tuple[str, ...]
     runs: RunTable = NO_RUNS
 
     @property
@@ -220,10 +220,9 @@ def plan_import(
         for name in sorted(set(stored) - given)
     ]
     all_rules = rules.spec_rules(spec)
-    tied_head = spec.tied and HEAD in given
-    if tied_head:
-        given.discard(HEAD)
-        skipped.append(Skipped(HEAD, stored[HEAD].nbytes, f"tied: the same as {EMBEDDING}"))
+    repeated = {name: of for name, of in rules.copies(spec).items() if name in given}
+    given -= set(repeated)
+    skipped += [Skipped(n, stored[n].nbytes, f"the same as {of}") for n, of in repeated.items()]
     named = {name for rule in all_rules for name in rule.hf}
     rules.refuse_differences(f"{folder}", given, named)
     for rule in all_rules:
@@ -248,7 +247,7 @@ def plan_import(
         places.objects,
         tuple(skipped),
         _notes(spec),
-        tied_head,
+        tuple(repeated),
         _forward_table(steps),
     )
 
@@ -483,25 +482,29 @@ def _hf_tensors(
     steps: Sequence[Step], spec: ModelSpec, source: Path
 ) -> tuple[list[tuple[str, tuple[int, ...], str]], list[tuple[Step, int]]]:
     tensors, origins = [], []
-    twice = spec.tied and had_tied_head(source)
+    again: dict[str, list[str]] = {}
+    found = had_copies(source, spec)
+    for name, original in rules.copies(spec).items():
+        if name in found:
+            again.setdefault(original, []).append(name)
     for step in steps:
         for part, (name, shape) in enumerate(zip(step.rule.hf, step.rule.shapes, strict=True)):
             tensors.append((name, shape, step.dtype))
             origins.append((step, part))
-            if twice and name == EMBEDDING:
-                tensors.append((HEAD, shape, step.dtype))
+            for other in again.get(name, ()):
+                tensors.append((other, shape, step.dtype))
                 origins.append((step, part))
     return tensors, origins
 
 
-def had_tied_head(source: Path) -> bool:
-    """Whether a tied model's files repeated the embedding as output layer."""
+def had_copies(source: Path, spec: ModelSpec) -> set[str]:
+    """Names under which a model's files repeated tensors, see `rules.copies`."""
     record = source / RECORD
     if record.exists():
-        return bool(json.loads(record.read_text(encoding="utf-8")).get("tied_head", False))
+        return set(json.loads(record.read_text(encoding="utf-8")).get("copies", ()))
     if (source / hf_io.INDEX).exists() or any(source.glob("*.safetensors")):
-        return HEAD in hf_io.read_model(source)
-    return False
+        return set(rules.copies(spec)) & set(hf_io.read_model(source))
+    return set()
 
 
 def _digest(value: Any) -> str:

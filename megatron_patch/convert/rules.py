@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -171,8 +171,8 @@ def to_megatron(
 ) -> Iterator[tuple[str, Tensor]]:
     """Turn the tensors of an HF model into those of a Megatron model, one at a time.
 
-    Names are checked before the first tensor is touched. A tied model may bring its output layer
-    along, as some files do, as long as it equals the embedding.
+    Names are checked before the first tensor is touched. A file may repeat tensors (`copies`), as
+    long as each equals its original.
 
     Args:
         hf_tensors: Name in the saved files -> whole tensor; may load lazily.
@@ -188,9 +188,9 @@ def to_megatron(
     rules = spec_rules(spec)
     given = {name for name in hf_tensors if not DERIVED.search(name)}
     expected = {name for rule in rules for name in rule.hf}
-    if spec.tied and HEAD in given:
-        _check_tied(hf_tensors)
-        given.discard(HEAD)
+    found = {name: original for name, original in copies(spec).items() if name in given}
+    _check_copies(hf_tensors, found)
+    given -= set(found)
     refuse_differences("the Hugging Face checkpoint", given, expected)
     for rule in rules:
         parts = tuple(hf_tensors[name] for name in rule.hf)
@@ -209,7 +209,7 @@ def to_hf(
     spec: ModelSpec,
     *,
     grouped_experts: bool = False,
-    tied_head: bool = False,
+    repeated: Collection[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """The inverse of `to_megatron`: same tensors, same bits, without the padded rows.
 
@@ -218,7 +218,7 @@ def to_hf(
             hold bookkeeping of low-precision kernels, are skipped.
         spec: The resolved model.
         grouped_experts: As in `to_megatron`.
-        tied_head: Write a tied model's output layer too, for sources that had it in their files.
+        repeated: Names of `copies` to write too, for sources that had them in their files.
 
     Yields:
         Name in HF files and tensor. Tensors may be views of the given ones.
@@ -232,6 +232,10 @@ def to_hf(
         layout.checkpoint_key(rule.name, grouped_experts=grouped_experts): rule for rule in rules
     }
     refuse_differences("the Megatron model", given, set(keys))
+    written: dict[str, list[str]] = {}
+    for again, original in copies(spec).items():
+        if again in repeated:
+            written.setdefault(original, []).append(again)
     for key, rule in keys.items():
         whole = megatron_tensors[key]
         expected = megatron_shape(rule)
@@ -242,8 +246,8 @@ def to_hf(
             )
         for name, part in zip(rule.hf, rule.operation.inverse(whole), strict=True):
             yield name, part
-            if tied_head and spec.tied and name == EMBEDDING:
-                yield HEAD, part.clone()
+            for again in written.get(name, ()):
+                yield again, part.clone()
 
 
 def spec_rules(spec: ModelSpec) -> tuple[Rule, ...]:
@@ -273,14 +277,37 @@ def megatron_shape(rule: Rule) -> tuple[int, ...]:
     return tuple(rule.operation.forward(parts).shape)
 
 
-def _check_tied(hf_tensors: Mapping[str, Tensor]) -> None:
+def copies(spec: ModelSpec) -> dict[str, str]:
+    """Names under which files may repeat a tensor -> the name that rules know it by.
+
+    The output layer of a tied model, and what a family's layers for multi-token prediction share
+    with the model.
+    """
+    from megatron_patch.models.registry import get_family
+
+    tied = ((HEAD, EMBEDDING),) if spec.tied else ()
+    return dict(tied + get_family(spec.family).copies(spec))
+
+
+def copy_differs(name: str, original: str) -> str:
+    """What to tell a user whose files hold two versions of a tensor that a model has once."""
+    if name == HEAD:
+        return (
+            f"config.json ties the embeddings, but {HEAD} differs from {EMBEDDING} in the files. "
+            f"Set tie_word_embeddings to false, or remove the stale {HEAD}."
+        )
+    return (
+        f"{name} differs from {original} in the files, but layers for multi-token prediction "
+        f"share it with the model here. Remove {name} to train with the model's own."
+    )
+
+
+def _check_copies(hf_tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> None:
     import torch
 
-    if EMBEDDING in hf_tensors and not torch.equal(hf_tensors[HEAD], hf_tensors[EMBEDDING]):
-        raise UserError(
-            f"config.json ties the embeddings, but {HEAD} differs from {EMBEDDING} in the "
-            f"checkpoint. Set tie_word_embeddings to false, or remove the stale {HEAD}."
-        )
+    for name, original in found.items():
+        if original in hf_tensors and not torch.equal(hf_tensors[name], hf_tensors[original]):
+            raise UserError(copy_differs(name, original))
 
 
 def refuse_differences(what: str, given: set[str], expected: set[str]) -> None:

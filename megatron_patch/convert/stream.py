@@ -26,11 +26,11 @@ from typing import Any, Protocol
 
 from megatron_patch.convert import dist_io, hf_io
 from megatron_patch.convert.dist_io import DistWriter, Written
-from megatron_patch.convert.hf_io import ShardWriter
+from megatron_patch.convert.hf_io import ShardWriter, Stored
 from megatron_patch.convert.meta_model import CONTENT_METADATA
 from megatron_patch.convert.plan import RECORD, ExportPlan, ImportPlan, split
 from megatron_patch.convert.rows import BUFFER, Files, row_bytes, tensor_bytes
-from megatron_patch.convert.rules import EMBEDDING, HEAD
+from megatron_patch.convert.rules import copies, copy_differs
 from megatron_patch.patches.tracker_file import TRACKER
 from megatron_patch.util import UserError, atomic_write, human_bytes
 
@@ -141,7 +141,7 @@ class Import:
         dist_io.write_metadata(folder / RELEASE, self.plan.tensors(), written)
         (folder / "hf").mkdir()
         left = hf_io.copy_companions(self.plan.hf_dir, folder / "hf", leave=(RECORD,))
-        record = {"tied_head": self.plan.tied_head, "dtype": hf_io.dtype_of(self.plan.stored)}
+        record = {"copies": self.plan.copies, "dtype": hf_io.dtype_of(self.plan.stored)}
         atomic_write(folder / "hf" / RECORD, json.dumps(record) + "\n")
         atomic_write(folder / TRACKER, RELEASE)
         return [f"not copied along: {', '.join(left)}"] if left else []
@@ -195,30 +195,33 @@ class ExportJob:
         return notes + ([changed] if changed else [])
 
 
-def check_tied_head(plan: ImportPlan) -> None:
-    """Refuse a tied model whose files hold an output layer of their own.
+def check_copies(plan: ImportPlan) -> None:
+    """Refuse files with two versions of a tensor that the model has once (`rules.copies`).
 
     Raises:
-        UserError: It differs from the embedding.
+        UserError: A repeated tensor differs from its original.
     """
-    if not plan.tied_head:
-        return
-    head, embedding = plan.stored[HEAD], plan.stored[EMBEDDING]
-    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+    originals = copies(plan.spec)
     with Files() as files:
-        size = row_bytes(head.shape, head.dtype)
-        step = max(1, BUFFER // size)
-        for start in range(0, head.shape[0] if same else 0, step):
-            stop = min(start + step, head.shape[0])
-            both = [bytearray((stop - start) * size) for _ in range(2)]
-            for tensor, data in zip((head, embedding), both, strict=True):
-                tensor.rows(files).read(start, stop, memoryview(data))
-            same = same and both[0] == both[1]
-    if not same:
-        raise UserError(
-            f"config.json ties the embeddings, but {HEAD} differs from {EMBEDDING} in the files. "
-            f"Set tie_word_embeddings to false, or remove the stale {HEAD}."
-        )
+        for name in plan.copies:
+            if not _same(plan.stored[name], plan.stored[originals[name]], files):
+                raise UserError(copy_differs(name, originals[name]))
+
+
+def _same(one: Stored, other: Stored, files: Files) -> bool:
+    """Whether two tensors of HF files are equal bit for bit."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    size = row_bytes(one.shape, one.dtype)
+    step = max(1, BUFFER // size)
+    for start in range(0, one.shape[0], step):
+        stop = min(start + step, one.shape[0])
+        both = [bytearray((stop - start) * size) for _ in range(2)]
+        for tensor, data in zip((one, other), both, strict=True):
+            tensor.rows(files).read(start, stop, memoryview(data))
+        if both[0] != both[1]:
+            return False
+    return True
 
 
 def convert(job: Job, output: Path, workers: int) -> list[str]:

@@ -32,7 +32,7 @@ from megatron_patch.convert.rows import (
     rows_of,
     tensor_bytes,
 )
-from megatron_patch.convert.rules import EMBEDDING, HEAD, PadVocab, Rule
+from megatron_patch.convert.rules import PadVocab, Rule
 from megatron_patch.util import UserError, atomic_write, human_bytes
 
 if TYPE_CHECKING:
@@ -134,8 +134,9 @@ def verify(
                 continue  # a finding already
             pair = _Pair(rule, place, stored, checkpoint, files, strict_padding, outcome)
             pair.compare(digests, whole)
-        if spec.tied and HEAD in stored and EMBEDDING in stored:
-            _compare_tied(stored, files, outcome)
+        for name, original in rules.copies(spec).items():
+            if name in stored and original in stored:
+                _compare_copy(name, original, stored, files, outcome)
     outcome.digest = whole.hexdigest()
     if report is not None:
         content = {"passed": outcome.passed, "model": outcome.digest, "tensors": digests}
@@ -152,7 +153,7 @@ def _compare_names(
     outcome: Outcome,
 ) -> None:
     expected = {name for rule in every for name in rule.hf}
-    optional = {HEAD} if spec.tied else set()
+    optional = set(rules.copies(spec))
     for name in sorted(expected - set(stored)):
         outcome.findings.append(Finding(name, "missing from the Hugging Face files"))
     for name in sorted(set(stored) - expected - optional):
@@ -321,17 +322,19 @@ def _differences(a: bytes, b: bytes, copy: Copy, low: int, found: _Comparison) -
     found.relative = max(found.relative, float(relative.max()))
 
 
-def _compare_tied(stored: dict[str, hf_io.Stored], files: Files, outcome: Outcome) -> None:
-    head, embedding = stored[HEAD], stored[EMBEDDING]
-    if (head.shape, head.dtype) == (embedding.shape, embedding.dtype):
+def _compare_copy(
+    name: str, original: str, stored: dict[str, hf_io.Stored], files: Files, outcome: Outcome
+) -> None:
+    pair = stored[name], stored[original]
+    if (pair[0].shape, pair[0].dtype) == (pair[1].shape, pair[1].dtype):
         one, other = (
             forward_copy(rules.Rename(), (tensor.rows(files),), tensor.shape, tensor.dtype)
-            for tensor in (head, embedding)
+            for tensor in pair
         )
         if _compare(one, other).first is None:
             return
-    what = f"differs from {EMBEDDING}, to which config.json ties it"
-    outcome.findings.append(Finding(HEAD, what))
+    what = f"differs from {original}, which the model has in its place"
+    outcome.findings.append(Finding(name, what))
 
 
 # --- logits ------------------------------------------------------------------------------------

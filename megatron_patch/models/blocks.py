@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.convert.rules import GatedUp, GroupedQKV, PadVocab, Rename, Rule
+from megatron_patch.convert.rules import (
+    EMBEDDING,
+    HEAD,
+    GatedUp,
+    GroupedQKV,
+    PadVocab,
+    Rename,
+    Rule,
+)
 from megatron_patch.models.family import (
     VOCAB_MULTIPLE,
     LayerSpec,
@@ -87,10 +95,10 @@ def constants(**values: Any) -> Reader:
 
 
 def decoder(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
-    """Sizes, norms, initialisation, dropout, tying and vocabulary of a pre-norm decoder."""
-    heads = _positive(hf, "num_attention_heads")
+    """A pre-norm decoder with grouped queries."""
+    heads = positive(hf, "num_attention_heads")
     groups = hf.typed("num_key_value_heads", heads, int)
-    hidden = _positive(hf, "hidden_size")
+    hidden = positive(hf, "hidden_size")
     if groups < 1 or heads % groups:
         raise UserError(
             f"{hf.path}: 'num_attention_heads' {heads} is not a multiple of "
@@ -104,7 +112,17 @@ def decoder(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
                 f"{heads}, and there is no 'head_dim'. Add it."
             )
         head_dim = hidden // heads
-    vocab = _positive(hf, "vocab_size")
+    return common(hf, notes) | {
+        "group_query_attention": True,
+        "num_query_groups": groups,
+        "kv_channels": head_dim,
+        "qk_layernorm": False,
+    }
+
+
+def common(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
+    """Sizes, norms, initialisation, dropout, tying and vocabulary, whatever the attention."""
+    vocab = positive(hf, "vocab_size")
     padded = padded_vocab_size(vocab)
     if padded != vocab:
         notes.append(
@@ -117,20 +135,16 @@ def decoder(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
         f"Megatron divides it by sqrt(2 * layers), which transformers does not"
     )
     return {
-        "num_layers": _positive(hf, "num_hidden_layers"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": _positive(hf, "intermediate_size"),
-        "num_attention_heads": heads,
-        "group_query_attention": True,
-        "num_query_groups": groups,
-        "kv_channels": head_dim,
-        "max_position_embeddings": _positive(hf, "max_position_embeddings"),
+        "num_layers": positive(hf, "num_hidden_layers"),
+        "hidden_size": positive(hf, "hidden_size"),
+        "ffn_hidden_size": positive(hf, "intermediate_size"),
+        "num_attention_heads": positive(hf, "num_attention_heads"),
+        "max_position_embeddings": positive(hf, "max_position_embeddings"),
         "normalization": "RMSNorm",
         "layernorm_epsilon": float(hf.require("rms_norm_eps", _NUMBER)),
         "swiglu": True,
         "add_bias_linear": False,
         "add_qkv_bias": False,
-        "qk_layernorm": False,
         "attention_dropout": float(hf.typed("attention_dropout", 0.0, _NUMBER)),
         "hidden_dropout": 0.0,
         "init_method_std": std,
@@ -147,7 +161,7 @@ def moe(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     Transformers takes the top k of the softmax over all experts and, with ``norm_topk_prob``,
     divides them by their sum; that equals a softmax over the top k logits.
     """
-    top_k, experts = _positive(hf, "num_experts_per_tok"), _positive(hf, "num_experts")
+    top_k, experts = positive(hf, "num_experts_per_tok"), positive(hf, "num_experts")
     if top_k > experts:
         raise UserError(
             f"{hf.path}: 'num_experts_per_tok' {top_k} exceeds 'num_experts' {experts}."
@@ -169,7 +183,7 @@ def moe(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     sparse = [int(layer.mlp == "moe") for layer in sparse_layers(hf)]
     return {
         "num_experts": experts,
-        "moe_ffn_hidden_size": _positive(hf, "moe_intermediate_size"),
+        "moe_ffn_hidden_size": positive(hf, "moe_intermediate_size"),
         "moe_layer_freq": 1 if all(sparse) else sparse,
         "moe_router_topk": top_k,
         "moe_router_score_function": "softmax",
@@ -182,7 +196,7 @@ def moe(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
 
 def dense_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
     """The same attention and gated MLP in every layer."""
-    return (LayerSpec("gqa", "dense"),) * _positive(hf, "num_hidden_layers")
+    return (LayerSpec("gqa", "dense"),) * positive(hf, "num_hidden_layers")
 
 
 def full_attention_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
@@ -205,7 +219,7 @@ def sparse_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
     Layers in ``mlp_only_layers`` have none.
     """
     count = hf.require("num_hidden_layers")
-    step, dense = _positive(hf, "decoder_sparse_step"), hf.typed("mlp_only_layers", [], list)
+    step, dense = positive(hf, "decoder_sparse_step"), hf.typed("mlp_only_layers", [], list)
     if any(type(i) is not int or not 0 <= i < count for i in dense):
         raise UserError(
             f"{hf.path}: 'mlp_only_layers' is {dense!r}; expected layer numbers from 0 to "
@@ -230,16 +244,74 @@ def decoder_rules(spec: ModelSpec) -> tuple[Rule, ...]:
     vocab_shape = ((spec.true_vocab_size, hidden),)
     rules = [Rule("embedding.weight", ("model.embed_tokens.weight",), vocab_shape, vocab)]
     for number, layer in enumerate(spec.layers):
-        ours, theirs = f"layers.{number}.", f"model.layers.{number}."
-        rules += _attention_rules(args, ours + "attention.", theirs)
-        if layer.mlp == "moe":
-            rules += _moe_rules(args, ours + "moe.", theirs)
-        else:
-            rules += _mlp_rules(args, ours + "mlp.", theirs)
+        rules += _layer_rules(args, layer, f"layers.{number}.", f"model.layers.{number}.")
+    for number, layer in enumerate(spec.mtp):
+        theirs = f"model.layers.{len(spec.layers) + number}."
+        rules += _mtp_rules(args, f"mtp.{number}.", theirs)
+        rules += _layer_rules(args, layer, f"mtp.{number}.", theirs)
     rules.append(_rename("final_norm.weight", "model.norm.weight", hidden))
     if not spec.tied:
         rules.append(Rule("head.weight", ("lm_head.weight",), vocab_shape, vocab))
     return tuple(rules)
+
+
+def mtp_copies(spec: ModelSpec) -> tuple[tuple[str, str], ...]:
+    """What files of models with MTP may repeat for each such layer: the embedding and the head."""
+    head = EMBEDDING if spec.tied else HEAD
+    return tuple(
+        pair
+        for number in range(len(spec.layers), len(spec.layers) + len(spec.mtp))
+        for pair in (
+            (f"model.layers.{number}.embed_tokens.weight", EMBEDDING),
+            (f"model.layers.{number}.shared_head.head.weight", head),
+        )
+    )
+
+
+def _layer_rules(args: dict[str, Any], layer: LayerSpec, ours: str, theirs: str) -> list[Rule]:
+    if layer.attention == "mla":
+        rules = _latent_rules(args, ours + "latent.", theirs)
+    else:
+        rules = _attention_rules(args, ours + "attention.", theirs)
+    if layer.mlp == "moe":
+        return rules + _moe_rules(args, ours + "moe.", theirs)
+    return rules + _mlp_rules(args, ours + "mlp.", theirs)
+
+
+def _mtp_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
+    """Around the decoder layer: norms of both inputs, their projection, and the last norm."""
+    hidden = args["hidden_size"]
+    return [
+        _rename(f"{ours}embedding_norm.weight", f"{theirs}enorm.weight", hidden),
+        _rename(f"{ours}hidden_norm.weight", f"{theirs}hnorm.weight", hidden),
+        _rename(f"{ours}join.weight", f"{theirs}eh_proj.weight", hidden, 2 * hidden),
+        _rename(f"{ours}final_norm.weight", f"{theirs}shared_head.norm.weight", hidden),
+    ]
+
+
+def _latent_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
+    """Latent attention; both sides keep the rotated channels in interleaved pairs."""
+    hidden, heads = args["hidden_size"], args["num_attention_heads"]
+    nope, rotated, value = args["qk_head_dim"], args["qk_pos_emb_head_dim"], args["v_head_dim"]
+    q_rank, kv_rank, q_rows = args["q_lora_rank"], args["kv_lora_rank"], heads * (nope + rotated)
+    attention = f"{theirs}self_attn."
+    rules = [_rename(f"{ours}norm.weight", f"{theirs}input_layernorm.weight", hidden)]
+    if q_rank is None:
+        rules.append(_rename(f"{ours}q.weight", f"{attention}q_proj.weight", q_rows, hidden))
+    else:
+        rules += [
+            _rename(f"{ours}q_down.weight", f"{attention}q_a_proj.weight", q_rank, hidden),
+            _rename(f"{ours}q_norm.weight", f"{attention}q_a_layernorm.weight", q_rank),
+            _rename(f"{ours}q_up.weight", f"{attention}q_b_proj.weight", q_rows, q_rank),
+        ]
+    down, up = kv_rank + rotated, heads * (nope + value)
+    return [
+        *rules,
+        _rename(f"{ours}kv_down.weight", f"{attention}kv_a_proj_with_mqa.weight", down, hidden),
+        _rename(f"{ours}kv_norm.weight", f"{attention}kv_a_layernorm.weight", kv_rank),
+        _rename(f"{ours}kv_up.weight", f"{attention}kv_b_proj.weight", up, kv_rank),
+        _rename(f"{ours}out.weight", f"{attention}o_proj.weight", hidden, heads * value),
+    ]
 
 
 def _attention_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
@@ -287,6 +359,14 @@ def _moe_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
         _rename(f"{ours}norm.weight", f"{theirs}post_attention_layernorm.weight", hidden),
         _rename(f"{ours}router.weight", f"{theirs}mlp.gate.weight", experts, hidden),
     ]
+    if args.get("moe_router_enable_expert_bias"):
+        bias = (f"{theirs}mlp.gate.e_score_correction_bias",)
+        shape = ((experts,),)
+        rules.append(Rule(f"{ours}router.bias", bias, shape, Rename(), keeps_dtype=True))
+    shared = args.get("moe_shared_expert_intermediate_size")
+    if shared:
+        inner = f"{theirs}mlp.shared_experts."
+        rules += _gated_rules(f"{ours}shared.", inner, hidden, shared)
     for e in range(experts):
         inner = f"{theirs}mlp.experts.{e}."
         rules += _gated_rules(f"{ours}experts.{e}.", inner, hidden, args["moe_ffn_hidden_size"])
@@ -305,7 +385,8 @@ def _rename(ours: str, theirs: str, *shape: int) -> Rule:
     return Rule(ours, (theirs,), (shape,), Rename())
 
 
-def _positive(hf: HFConfig, key: str) -> int:
+def positive(hf: HFConfig, key: str) -> int:
+    """A size that must be there and at least 1."""
     value: int = hf.require(key)
     if value < 1:
         raise UserError(f"{hf.path}: {key!r} is {value}; expected a positive number.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ class LayerSpec:
     """One decoder layer of the layer plan.
 
     Attributes:
-        attention: ``gqa``: softmax attention with grouped queries (any group count).
+        attention: ``gqa``: softmax attention with grouped queries (any group count); ``mla``:
+            latent attention (low-rank keys and values, DeepSeek).
         mlp: ``dense`` (gated) or ``moe`` (routed gated experts).
     """
 
@@ -46,6 +48,11 @@ class ModelSpec:
             Rows from ``true_vocab_size`` on never enter softmax, decoding or export.
         tied: Whether the output layer is the embedding.
         notes: What was defaulted, approximated or ignored, for the log.
+        mtp: The layers that predict further tokens, after the decoder's.
+        latent_norm_epsilon: Epsilon of the norms on MLA's low-rank projections, where it is not
+            that of the other norms.
+        groups_by_best: How many of a group's best experts speak for it in group-limited routing,
+            where Megatron-Core's own formula (top-k / groups chosen) gives another number.
     """
 
     family: str
@@ -56,6 +63,9 @@ class ModelSpec:
     padded_vocab_size: int
     tied: bool
     notes: tuple[str, ...]
+    mtp: tuple[LayerSpec, ...] = ()
+    latent_norm_epsilon: float | None = None
+    groups_by_best: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,10 @@ class ModelFamily:
         inert: Pairs (key, why it changes nothing in training).
         aliases: Pairs (other spelling of a config key, ours).
         known_theta: Rope base of a file without one, where that is certain; else None.
+        partial_rotary: Whether ``partial_rotary_factor`` may rotate a part of a head only.
+        mtp: The plan of the layers that predict further tokens.
+        details: Further attributes of the resolved model, by name (`ModelSpec`).
+        copies: Pairs (HF name under which files may repeat a tensor, that tensor's name).
     """
 
     name: str
@@ -103,6 +117,10 @@ class ModelFamily:
     inert: tuple[tuple[str, str], ...]
     aliases: tuple[tuple[str, str], ...] = ()
     known_theta: Callable[[HFConfig], float | None] = lambda hf: None
+    partial_rotary: bool = False
+    mtp: Callable[[HFConfig], tuple[LayerSpec, ...]] = lambda hf: ()
+    details: Callable[[HFConfig], dict[str, Any]] = lambda hf: {}
+    copies: Callable[[ModelSpec], tuple[tuple[str, str], ...]] = lambda spec: ()
 
     def resolve(self, hf: HFConfig) -> ModelSpec:
         """Turn a config into a model.
@@ -111,7 +129,7 @@ class ModelFamily:
             UserError: A key is missing, malformed, of an unsupported value, or not known to this
                 family; the message names file, key, value and remedy.
         """
-        if hf.model_type != self.name:
+        if hf.model_type not in (self.name, *other_names(self.name)):
             raise UserError(f"{hf.path}: model_type is {hf.model_type!r}, not {self.name!r}.")
         hf = hf.view(self.aliases, self.hf_defaults)
         notes: list[str] = []
@@ -120,11 +138,18 @@ class ModelFamily:
         for reader in self.args:
             args.update(reader(hf, notes))
         theta = self.known_theta(hf)
-        rope = read_rope(hf, args["kv_channels"], args["max_position_embeddings"], theta)
+        latent = args.get("multi_latent_attention", False)
+        head_dim = args["qk_pos_emb_head_dim" if latent else "kv_channels"]
+        rope = read_rope(
+            hf, head_dim, args["max_position_embeddings"], theta, partial=self.partial_rotary
+        )
         if theta is not None and rope.theta == theta:
             notes.append(f"rope base {theta:g}: the file predates the key")
-        args |= _rope_args(rope)
-        layers = self.layers(hf)
+        args |= _latent_rope_args(hf, rope) if latent else _rope_args(rope, head_dim)
+        layers, mtp, details = self.layers(hf), self.mtp(hf), self.details(hf)
+        if mtp:
+            args["mtp_num_layers"] = len(mtp)
+            notes.append(_mtp_note(len(mtp)))
         self._refuse_unknown(hf)
         for key, value in hf.defaulted:
             notes.append(f"{key} is not in {hf.path.name}: {value!r}, as in transformers")
@@ -138,6 +163,8 @@ class ModelFamily:
             padded_vocab_size=args["padded_vocab_size"],
             tied=not args["untie_embeddings_and_output_weights"],
             notes=tuple(notes),
+            mtp=mtp,
+            **details,
         )
 
     def _refuse_unsupported(self, hf: HFConfig) -> None:
@@ -168,17 +195,34 @@ class ModelFamily:
             )
 
 
+#: HF model types whose architecture is that of another type, which has the file: (type, file).
+ALIASES: tuple[tuple[str, str], ...] = (("kimi_k2", "deepseek_v3"),)
+
+
+def other_names(name: str) -> tuple[str, ...]:
+    """The other model types that mean the family ``name``."""
+    return tuple(alias for alias, family in ALIASES if family == name)
+
+
 def padded_vocab_size(vocab_size: int) -> int:
     """The one padded size of a vocabulary, independent of the tensor-parallel size."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def _rope_args(rope: RopeSpec) -> dict[str, Any]:
+def _mtp_note(count: int) -> str:
+    return (
+        f"{count} layer{'s' if count > 1 else ''} for multi-token prediction train along with "
+        f"Megatron's weight of 0.1 (--mtp-loss-scaling-factor); transformers' training ignores "
+        f"them. To train without, set num_nextn_predict_layers to 0"
+    )
+
+
+def _rope_args(rope: RopeSpec, head_dim: int) -> dict[str, Any]:
     """Plain rope for Megatron's flags; `rope.apply_rope` makes it exact after building."""
     args: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": round(rope.theta),
-        "rotary_percent": 1.0,
+        "rotary_percent": rope.dim / head_dim,
         "rotary_interleaved": False,
         "use_rope_scaling": False,
     }
@@ -186,3 +230,40 @@ def _rope_args(rope: RopeSpec) -> dict[str, Any]:
         # The fused kernel multiplies nothing, and for packed sequences says nothing either.
         args["apply_rope_fusion"] = False
     return args
+
+
+def _latent_rope_args(hf: HFConfig, rope: RopeSpec) -> dict[str, Any]:
+    """The rope of latent attention, which has a rope of its own and knows YaRN.
+
+    Megatron derives two numbers: cos and sin are multiplied with ``m(mscale) / m(mscale_all_dim)``
+    and the softmax scale with ``m(mscale_all_dim) ** 2``, where ``m(w) = 0.1 w ln(factor) + 1``.
+    Transformers has the same softmax scale, and `attention_factor` for cos and sin. The
+    frequencies are written after building (`rope.apply_rope`): their bounds have no flags.
+    """
+    args = _rope_args(rope, rope.dim) | {"rope_type": "rope", "apply_rope_fusion": False}
+    if rope.type != "yarn":
+        return args
+    del args["apply_rope_fusion"]
+    every = rope.mscale_all_dim or 0.0
+    return args | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope.factor,
+        "mscale": _latent_mscale(hf, rope, every),
+        "mscale_all_dim": every,
+    }
+
+
+def _latent_mscale(hf: HFConfig, rope: RopeSpec, every: float) -> float:
+    """Megatron's ``mscale`` with which cos and sin get transformers' attention factor."""
+    if rope.attention_factor is None and rope.mscale and every:
+        return rope.mscale
+    wanted = attention_factor(rope)
+    if rope.factor > 1:
+        slope = 0.1 * math.log(rope.factor)
+        return (wanted * (slope * every + 1) - 1) / slope
+    if wanted != 1:
+        raise UserError(
+            f"{hf.path}: the rope's attention_factor is {wanted:g} at factor {rope.factor:g}; "
+            f"Megatron's latent attention has one only where the factor exceeds 1."
+        )
+    return 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from pkgutil import iter_modules
 
-from megatron_patch.models.family import ModelFamily
+from megatron_patch.models.family import ALIASES, ModelFamily
 from megatron_patch.models.hf_config import HFConfig, load_config
 from megatron_patch.util import UserError
 
@@ -14,11 +14,8 @@ __all__ = ["HFConfig", "families", "get_family", "load_config"]
 #: Entry-point group of families outside this package: name = HF model_type, value = the family.
 ENTRY_POINTS = "megatron_patch.families"
 
-#: HF model types whose file has another name.
-ALIASES: tuple[tuple[str, str], ...] = ()
-
 #: Modules of this package that are no families.
-_SHARED = frozenset({"blocks", "family", "hf_config", "modules", "registry", "rope"})
+_SHARED = frozenset({"blocks", "experts", "family", "hf_config", "modules", "registry", "rope"})
 
 
 def families() -> tuple[str, ...]:

@@ -52,7 +52,7 @@ class RopeSpec:
     Attributes:
         type: ``default``, ``linear``, ``llama3`` or ``yarn``.
         theta: Base of the frequencies.
-        dim: Rotated size of a head, here all of it; there are ``dim / 2`` frequencies.
+        dim: Rotated size of a head; there are ``dim / 2`` frequencies.
         factor: By how much the context is stretched.
         original_max_position_embeddings: Context length before stretching (llama3, yarn).
         low_freq_factor: Wavelengths above original length / this are divided (llama3).
@@ -81,7 +81,12 @@ class RopeSpec:
 
 
 def read_rope(
-    hf: HFConfig, head_dim: int, max_position_embeddings: int, known_theta: float | None = None
+    hf: HFConfig,
+    head_dim: int,
+    max_position_embeddings: int,
+    known_theta: float | None = None,
+    *,
+    partial: bool = False,
 ) -> RopeSpec:
     """The rope of a config in the spelling of transformers 4 or 5.
 
@@ -93,6 +98,7 @@ def read_rope(
         head_dim: Size of an attention head.
         max_position_embeddings: Context length, the default of the original length.
         known_theta: Base of a file that predates the key; only where that is certain.
+        partial: Whether the family rotates a part of a head where the config says so.
 
     Raises:
         UserError: No base frequency, an unsupported type, a missing, unknown or malformed field,
@@ -110,7 +116,7 @@ def read_rope(
         _agree(hf, found, "rope_type", found.pop("type"), f"{name}.type", f"{name}.rope_type")
     for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
         value = hf.get(key)
-        if value is not None:
+        if value is not None and (key in hf or key not in found):
             _agree(hf, found, key, value, key, f"{name}.{key}")
 
     theta = found.pop("rope_theta", known_theta)
@@ -128,12 +134,14 @@ def read_rope(
             f"{hf.path}: rope type {rope_type!r} in {name!r} is not supported; "
             f"there are {', '.join(table)}."
         )
-    partial = found.pop("partial_rotary_factor", 1.0)
-    if partial != 1.0:
+    part = found.pop("partial_rotary_factor", 1.0)
+    if part != 1.0 and not partial:
         raise UserError(
-            f"{hf.path}: 'partial_rotary_factor' is {partial!r}; only 1.0 is supported by "
+            f"{hf.path}: 'partial_rotary_factor' is {part!r}; only 1.0 is supported by "
             f"model_type {hf.model_type!r}."
         )
+    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+        raise UserError(f"{hf.path}: 'partial_rotary_factor' is {part!r}; expected 0 < it <= 1.")
     if rope_type == "default":
         # Scaled types read it; beside a plain rope it only documents the pretraining length.
         found.pop("original_max_position_embeddings", None)
@@ -144,11 +152,13 @@ def read_rope(
             f"{hf.path}: {name!r} of type {rope_type!r} holds {listing}, which that type does not "
             f"read. Remove it, or correct 'rope_type'."
         )
-    if head_dim % 2:
-        raise UserError(f"{hf.path}: rope needs an even 'head_dim', got {head_dim}.")
+    dim = int(head_dim * part)
+    if dim % 2 or not dim:
+        of = f" ('partial_rotary_factor' {part:g} of {head_dim})" if dim != head_dim else ""
+        raise UserError(f"{hf.path}: rope needs an even 'head_dim', got {dim}{of}.")
     if _number(hf, "rope_theta", theta, 1.0) == 1.0:
         raise UserError(f"{hf.path}: 'rope_theta' is {theta!r}; with that, no position differs.")
-    plain = RopeSpec(rope_type, float(theta), head_dim)
+    plain = RopeSpec(rope_type, float(theta), dim)
     return _scaled(hf, name, found, plain, max_position_embeddings)
 
 
@@ -329,16 +339,10 @@ def apply_rope(model: Any, rope: RopeSpec) -> int:
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "inv_freq") and hasattr(module, "get_freqs_non_repeated"):
-                if module.inv_freq.numel() != frequencies.numel():
-                    raise RuntimeError(
-                        f"rotary embedding has {module.inv_freq.numel()} frequencies, "
-                        f"the config {frequencies.numel()}"
-                    )
-                module.inv_freq = frequencies.to(module.inv_freq.device)
-                type(module).forward.cache_clear()
+                _set_frequencies(module, frequencies)
                 set_count += 1
-            if not hasattr(module, "core_attention"):
-                continue
+            if not hasattr(module, "core_attention") or hasattr(module, "kv_layernorm"):
+                continue  # latent attention has a rope of its own, which knows the factor
             if not hasattr(module, "_yarn_concentration_factor"):
                 raise RuntimeError(
                     f"{type(module).__name__} has no _yarn_concentration_factor; upstream moved it"
@@ -349,6 +353,31 @@ def apply_rope(model: Any, rope: RopeSpec) -> int:
                     f"fused rope kernel ignores for packed sequences. Add --no-rope-fusion."
                 )
             module._yarn_concentration_factor = factor
-    if not set_count:
+    if not set_count and not all(_without_attention(chunk) for chunk in chunks):
         raise RuntimeError("the model holds no rotary embedding to write the config's rope into")
     return set_count
+
+
+def _without_attention(chunk: Any) -> bool:
+    """Whether a pipeline stage has no layer of a model whose rope is in its layers."""
+    latent = getattr(getattr(chunk, "config", None), "multi_latent_attention", False)
+    return latent and not any(hasattr(module, "core_attention") for module in chunk.modules())
+
+
+def _set_frequencies(module: Any, frequencies: Any) -> None:
+    """Write frequencies into a rotary embedding; drop the tables it made of the old ones.
+
+    YaRN's blends two sets of frequencies; with both the same, every blend is that set.
+    """
+    if module.inv_freq.numel() != frequencies.numel():
+        raise RuntimeError(
+            f"rotary embedding has {module.inv_freq.numel()} frequencies, "
+            f"the config {frequencies.numel()}"
+        )
+    blended = hasattr(module, "inv_freq_extra")
+    for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter")[: 3 if blended else 1]:
+        setattr(module, name, frequencies.to(getattr(module, name).device))
+    type(module).forward.cache_clear()
+    if blended:
+        module._set_cos_sin_cache(module.max_seq_len_cached, 0, module.dtype_cached)
+        type(module).forward.cache_clear()

@@ -82,6 +82,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
     ) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
         one = 0.0 if config.layernorm_zero_centered_gamma else 1.0
         self.layer_norm_weight = _norm_parameter(config, input_size, one)
         bias = _norm_parameter(config, input_size, 0.0) if _check_normalization(config) else None
@@ -94,7 +95,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
             self.layer_norm_weight,
             self.layer_norm_bias,
             self.config,
-            self.config.layernorm_epsilon,
+            self.eps,
         )
         return super().forward(normed, *args, **kwargs)
 

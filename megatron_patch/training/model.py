@@ -43,6 +43,18 @@ def mask_padded_vocab(model: Any, true_vocab_size: int) -> None:
     layer.register_forward_hook(hook, with_kwargs=True)
 
 
+def _add_details(stage: Any, spec: ModelSpec) -> None:
+    """What Megatron's arguments cannot say of a model."""
+    if spec.latent_norm_epsilon is not None:
+        from megatron_patch.models.modules.latent import set_latent_norms
+
+        set_latent_norms(stage, spec.latent_norm_epsilon)
+    if spec.groups_by_best is not None:
+        from megatron_patch.models.modules.routing import choose_groups_by_best
+
+        choose_groups_by_best(stage, spec.groups_by_best)
+
+
 def model_config(
     args: Namespace,
     spec: ModelSpec | None,
@@ -65,6 +77,10 @@ def model_config(
     from megatron.training.argument_utils import gpt_config_from_args
 
     config = gpt_config_from_args(args)
+    if spec is not None and any(layer.attention == "mla" for layer in spec.layers):
+        from megatron_patch.models.modules.latent import layer_spec
+
+        config.transformer_layer_spec = layer_spec
 
     def before_wrapping(stages: list[Any]) -> list[Any]:
         from megatron_patch.models.rope import apply_rope
@@ -73,6 +89,7 @@ def model_config(
             if spec is not None:
                 apply_rope(stage, spec.rope)
                 mask_padded_vocab(stage, spec.true_vocab_size)
+                _add_details(stage, spec)
             stage.fused_loss = None
             if linear_cross_entropy:
                 from megatron_patch.ops import linear_cross_entropy as fused

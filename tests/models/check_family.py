@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import megatron_model
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from megatron_patch.convert import rules
@@ -34,11 +36,13 @@ def check_family(name: str, config: Mapping[str, Any], golden: str, directory: P
     spec = resolve(config, directory)
     assert spec.family == name
     check_golden(spec, golden)
-    model = random_hf_model(directory)
+    model = random_hf_model(directory, len(spec.mtp))
     model.save_pretrained(directory / "saved")
     saved: dict[str, torch.Tensor] = {}
     for file in sorted((directory / "saved").glob("*.safetensors")):
         saved |= load_file(file)
+    around = random_around_mtp(spec)
+    saved |= around
     # What transformers itself writes for this model resolves to the same thing.
     again = get_family(name).resolve(load_config(directory / "saved"))
     assert (again.args, again.rope, again.layers) == (spec.args, spec.rope, spec.layers)
@@ -50,9 +54,11 @@ def check_family(name: str, config: Mapping[str, Any], golden: str, directory: P
     tokens = torch.randint(spec.true_vocab_size, (2, length), generator=generator)
     with torch.no_grad():
         reference = model(tokens).logits
+        further = mtp_logits(model, around, tokens, len(spec.mtp))
     with megatron_model.one_rank():
         ours = megatron_model.build(spec)
         check_logits(spec, ours, saved, tokens, reference)
+        check_mtp(spec, ours, tokens, further)
 
 
 def resolve(config: Mapping[str, Any], directory: Path) -> ModelSpec:
@@ -70,23 +76,75 @@ def check_golden(spec: ModelSpec, golden: str) -> None:
     assert found == path.read_text(), f"{path} differs from what the config resolves to:\n{found}"
 
 
-def random_hf_model(directory: Path) -> Any:
-    """A transformers model in fp32 in which no two weights are alike, norms and biases included."""
+def random_hf_model(directory: Path, more_layers: int = 0) -> Any:
+    """A transformers model in fp32 in which no two weights are alike, norms and biases included.
+
+    Args:
+        directory: Holds ``config.json``.
+        more_layers: Further layers after the model's, which its forward leaves out: decoder layers
+            of MTP, under the names that they have in files.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
+    config.num_hidden_layers += more_layers
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        kept = model.state_dict()
+        buffers = [(name, b) for name, b in model.named_buffers() if name in kept]
+        for name, parameter in [*model.named_parameters(), *buffers]:
             # Gain 1 in the linear layers: activations, and so attention patterns, stay lively.
             scale = 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             parameter.normal_(0, scale, generator=generator)
             if "norm" in name:
                 parameter.add_(1)
+    model.config.num_hidden_layers -= more_layers
     return model
+
+
+def random_around_mtp(spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """What layers for MTP have around their decoder layers, which transformers has no name for."""
+    generator = torch.Generator().manual_seed(4)
+    found = {}
+    for rule in rules.spec_rules(spec):
+        if re.fullmatch(r"mtp\.\d+\.\w+\.weight", rule.name):
+            (name,), (shape,) = rule.hf, rule.shapes
+            noise = torch.randn(shape, generator=generator)
+            found[name] = 1 + 0.2 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
+    return found
+
+
+def mtp_logits(
+    model: Any, around: Mapping[str, torch.Tensor], tokens: torch.Tensor, count: int
+) -> list[torch.Tensor]:
+    """Logits of every depth of MTP, as the DeepSeek-V3 report has it (arXiv 2412.19437, 2.2).
+
+    Depth k combines the hidden state of depth k - 1 at position i with the embedding of token
+    i + k. The last k positions of depth k have no such token.
+    """
+    body, found = model.model, []
+    hidden = body(tokens).last_hidden_state
+    length = tokens.shape[1]
+    mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+    rotary = body.rotary_emb(hidden, torch.arange(length)[None])
+    for depth in range(1, count + 1):
+        number = model.config.num_hidden_layers + depth - 1
+        theirs = f"model.layers.{number}."
+
+        def norm(x: torch.Tensor, name: str, theirs: str = theirs) -> torch.Tensor:
+            weight = around[f"{theirs}{name}.weight"]
+            return F.rms_norm(x, (x.shape[-1],), weight, model.config.rms_norm_eps)
+
+        embedded = body.embed_tokens(tokens.roll(-depth, dims=1))
+        both = torch.cat([norm(embedded, "enorm"), norm(hidden, "hnorm")], dim=-1)
+        joined = F.linear(both, around[f"{theirs}eh_proj.weight"])
+        hidden = body.layers[number](joined, attention_mask=mask, position_embeddings=rotary)
+        hidden = norm(hidden, "shared_head.norm")
+        found.append(model.lm_head(hidden)[:, :-depth])
+    return found
 
 
 def check_names(spec: ModelSpec, saved: Mapping[str, torch.Tensor]) -> None:
@@ -141,6 +199,33 @@ def check_logits(
     assert spread > 0.3  # the comparison says nothing about a model that says nothing
     worst = float((found[..., :true] - reference).abs().max()) / spread
     assert worst < TOLERANCE, f"logits differ by {worst:.1e} of their spread"
+
+
+def check_mtp(
+    spec: ModelSpec, ours: Any, tokens: torch.Tensor, expected: list[torch.Tensor]
+) -> None:
+    """The same of every depth of multi-token prediction."""
+    if not expected:
+        return
+    held: list[torch.Tensor] = []
+    hook = ours.mtp.register_forward_hook(lambda module, given, output: held.append(output))
+    device = next(ours.parameters()).device
+    megatron_model.logits(ours, tokens.to(device))
+    hook.remove()
+    hidden = held[0].chunk(1 + len(expected))[1:]
+    for depth, (states, reference) in enumerate(zip(hidden, expected, strict=True), start=1):
+        with torch.no_grad():
+            logits, _ = ours.output_layer(states, weight=_output_weight(ours))
+        found = logits.float().transpose(0, 1).cpu()[:, :-depth, : spec.true_vocab_size]
+        spread = float(reference.std())
+        assert spread > 0.3
+        worst = float((found - reference).abs().max()) / spread
+        assert worst < TOLERANCE, f"MTP depth {depth}: logits differ by {worst:.1e} of their spread"
+
+
+def _output_weight(ours: Any) -> Any:
+    tied = ours.share_embeddings_and_output_weights
+    return ours.shared_embedding_or_output_weight() if tied else None
 
 
 def load(ours: Any, saved: Mapping[str, torch.Tensor], spec: ModelSpec) -> None:

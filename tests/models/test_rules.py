@@ -109,7 +109,7 @@ def test_tied_model_with_its_head_in_the_file(tmp_path):
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     again = dict(to_megatron(tensors | head, spec))
     assert set(again) == set(there)
-    back = dict(to_hf(there, spec, tied_head=True))
+    back = dict(to_hf(there, spec, repeated={"lm_head.weight"}))
     assert set(back) == set(tensors | head)
     assert back["lm_head.weight"].data_ptr() != back["model.embed_tokens.weight"].data_ptr()
     with pytest.raises(UserError, match="tie_word_embeddings"):

@@ -1,0 +1,1 @@
+"""Modules that upstream lacks, and changes to built ones. Imported when a model is built."""
