@@ -493,6 +493,14 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "one sample a sequence instead of as many as fit",
     ),
     OwnFlag(
+        "--pad-to-max-length",
+        (),
+        "pad_to_max_length",
+        "flag",
+        FINE_TUNING,
+        "with --no-packing: every sequence is --seq-length long (it always is in a pipeline)",
+    ),
+    OwnFlag(
         "--freeze",
         (),
         "freeze",
@@ -567,6 +575,7 @@ class OwnFlags:
     sft: bool = False
     sft_loss_unit: str = "token"
     no_packing: bool = False
+    pad_to_max_length: bool = False
     freeze: list[str] | None = None
     schema: str | None = None
     prompt_completion_as: str = "text"
@@ -1515,6 +1524,8 @@ SFT_LENGTH = 4096
 def _fine_tuning(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
     """What fine-tuning sets before the launch defaults; the rest comes with its data."""
     values = plan.values
+    if plan.own.pad_to_max_length and not plan.own.no_packing:
+        raise UserError("--pad-to-max-length has no effect without --no-packing; packs are full")
     if values["data_path"] and values["valid_data_path"]:
         # Megatron takes no validation files beside --data-path, only beside this one.
         moved = {"train_data_path": values["data_path"], "data_path": None}

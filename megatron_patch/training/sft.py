@@ -173,7 +173,7 @@ def _shape(plan: Plan) -> Shape:
         packed=not own.no_packing,
         unit=own.sft_loss_unit,
         # Stages of a pipeline agree on one shape beforehand.
-        varying=values["pipeline_model_parallel_size"] == 1,
+        varying=values["pipeline_model_parallel_size"] == 1 and not own.pad_to_max_length,
     )
 
 

@@ -30,6 +30,7 @@ LAYOUTS = (
     Layout("dp2", 2, ()),
     Layout("tp2-pp2", 4, ("--tp", "2", "--pp", "2")),
     Layout("ep2", 2, ("--ep", "2"), dense=False),
+    Layout("fused", 1, ("--linear-cross-entropy", "on"), moe=False),
     Layout("cp2-pp4", 8, ("--cp", "2", "--pp", "4"), moe=False),
 )
 
