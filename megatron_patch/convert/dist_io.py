@@ -47,6 +47,7 @@ from megatron_patch.util import UserError, atomic_write
 METADATA = ".metadata"
 FORMAT_FILE = "metadata.json"
 COMMON = "common_state"
+COMMON_FILE = "common.pt"
 
 #: A chunk larger than this is written as several, so that a rank that needs a slice reads no more
 #: than the chunks that it touches.
@@ -307,6 +308,48 @@ class _Part(io.RawIOBase):
         self._files.read(self._record.path, self._record.offset + self._at, view[:count])
         self._at += count
         return count
+
+
+class _ObjectReader(_MetadataReader):
+    """Reads what is no tensor; tensors in it are stand-ins."""
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _Inert()
+
+
+def read_common(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint says about its run: arguments, counters; plain data of it only.
+
+    It is an entry, or the file ``common.pt`` in checkpoints of older versions.
+
+    Raises:
+        UserError: There is neither, or the record is damaged.
+    """
+    records = [r for key, r in checkpoint.objects.items() if key.partition("/")[0] == COMMON]
+    old = checkpoint.folder / COMMON_FILE
+    if not records and not old.exists():
+        raise UserError(
+            f"{old} is missing, and {checkpoint.folder / METADATA} lists no {COMMON}: the "
+            "arguments and counters of the run are gone. Copy the checkpoint again."
+        )
+    place = records[0] if records else Record(old, 0, old.stat().st_size)
+    try:
+        with place.path.open("rb") as file:
+            file.seek(place.offset)
+            content = file.read(place.length)
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            (name,) = (n for n in archive.namelist() if n.partition("/")[2] == "data.pkl")
+            found = _ObjectReader(io.BytesIO(archive.read(name))).load()
+        found = found[0] if isinstance(found, list) else found
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}")
+        return found
+    except Exception as error:
+        raise UserError(
+            f"{place.path}: the arguments and counters of the run at byte {place.offset} cannot be "
+            f"read ({type(error).__name__}: {error}). The file is damaged: copy the checkpoint "
+            "again."
+        ) from None
 
 
 class _TensorReader(pickle.Unpickler):

@@ -85,6 +85,8 @@ def datasets_provider(
     from megatron_patch.training.batch import needs_batch
 
     args = get_args()
+    planned = getattr(args, "planned_train_samples", None)
+    wanted = [planned or train_val_test_num_samples[0], *train_val_test_num_samples[1:]]
     model_config = core_transformer_config_from_args(args)
 
     def on_this_rank() -> bool:
@@ -92,6 +94,4 @@ def datasets_provider(
         return mpu.get_tensor_model_parallel_rank() == 0 and needs_batch(model_config, vp_stage)
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(
-        kind, train_val_test_num_samples, on_this_rank, dataset_config(args)
-    ).build()
+    return BlendedMegatronDatasetBuilder(kind, wanted, on_this_rank, dataset_config(args)).build()

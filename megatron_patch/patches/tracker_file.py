@@ -55,12 +55,12 @@ class TrackerSafeStorage:
         if tracker and mode == "r":
             with handle:
                 text = handle.read()
-            _check(text.strip(), Path(path))
+            check_tracker(text.strip(), Path(path))
             return io.StringIO(text)
         return handle
 
 
-def _check(text: str, path: Path) -> None:
+def check_tracker(text: str, path: Path) -> None:
     """Refuse what upstream answers with "Exiting" and status 0."""
     if text.isdecimal() or text == "release":
         return

@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_patch import _compat
 from megatron_patch.data import blend
+from megatron_patch.patches.tracker_file import TRACKER
+from megatron_patch.training import resume
 from megatron_patch.training.flags import number_problem
 from megatron_patch.util import UserError, human_count
 
@@ -663,6 +665,7 @@ class Plan:
         ends: Ids that end a document, as config.json has them.
         order: What decides the order of the data, where that is not Megatron's: the entry point's
             own, JSON-able, kept for the next start of the run.
+        start: The checkpoint that the run goes on from; None for a new run.
     """
 
     values: dict[str, Any]
@@ -677,6 +680,7 @@ class Plan:
     linear_cross_entropy: bool = False
     ends: tuple[int, ...] = ()
     order: dict[str, Any] | None = None
+    start: resume.Start | None = None
     _raw: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     def megatron_argv(self) -> list[str]:
@@ -1712,8 +1716,6 @@ def _linear_cross_entropy(plan: Plan) -> None:
 
 # --- directories ------------------------------------------------------------------------------
 
-TRACKER = "latest_checkpointed_iteration.txt"
-
 
 def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
     """Run directory, resume and initial weights."""
@@ -1723,7 +1725,7 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
     own_load = plan.given("load")
     if own.output_dir:
         checkpoints = os.path.join(own.output_dir, "checkpoints")
-        has_own = has_checkpoint(checkpoints)
+        has_own = resume.latest(checkpoints) is not None
         put({"save": checkpoints}, detail)
         for dest, name in (("tensorboard_dir", "tensorboard"), ("data_cache_path", "cache")):
             if not plan.given(dest):
@@ -1752,16 +1754,56 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
         if not plan.given("exit_on_missing_checkpoint"):
             put({"exit_on_missing_checkpoint": True}, LAUNCH_DEFAULT)
     if own.init_from:
-        put(
-            {"pretrained_checkpoint": initial_weights(own.init_from)},
-            f"{COMMAND_LINE} (--init-from)",
-        )
+        weights = initial_weights(own.init_from)
+        put({"pretrained_checkpoint": weights}, f"{COMMAND_LINE} (--init-from)")
         if values["load"] is None:
             raise UserError("--init-from needs --output-dir, which the run goes on from later")
         if has_own:
             plan.notes.append(
                 f"--init-from is not used: {own.output_dir} has a checkpoint and goes on from it"
             )
+        else:
+            resume.read(weights)
+    if own_load or has_own:
+        plan.start = resume.read(values["load"], values["ckpt_step"])
+    _partial_loads(plan, has_own, own_load)
+
+
+def _partial_loads(plan: Plan, has_own: bool, own_load: bool) -> None:
+    """Flags that load a checkpoint in part; on a resume they would act at every start anew."""
+    values, out = plan.values, plan.own.output_dir
+    weights_only = (
+        f"for its weights alone, name it by --init-from with a new --output-dir than {out}"
+    )
+    if values["finetune"]:
+        if has_own:
+            raise UserError(
+                f"--finetune: {out} has a checkpoint, and every start would begin at step 0 again "
+                f"and overwrite it; drop the flag to go on, or, {weights_only}"
+            )
+        if not own_load:
+            raise UserError(
+                "--finetune has nothing to start from; name the weights by --init-from DIR, which "
+                "needs no --finetune"
+            )
+        plan.notes.append(
+            f"--load {values['load']} --finetune: weights only, step 0. --init-from says the same, "
+            "and then the same command also goes on after an interruption"
+        )
+    if plan.start is None or values["finetune"]:
+        return
+    if values["no_load_optim"]:
+        raise UserError(
+            f"--no-load-optim: the run would go on at step {plan.start.iteration} with an empty "
+            f"optimizer and a learning rate that warms up again; drop the flag, or, {weights_only}"
+        )
+    if plan.start.args.get("no_save_optim"):
+        raise UserError(
+            f"{plan.start.folder} was saved with --no-save-optim, so it cannot be gone on from; "
+            f"{weights_only}"
+        )
+    if values["no_load_rng"]:
+        plan.notes.append("--no-load-rng: dropout draws other numbers than without a stop")
 
 
 def has_checkpoint(directory: str | os.PathLike[str]) -> bool:
@@ -1882,6 +1924,53 @@ def _length(
     epochs = tokens / data_tokens if data_tokens else None
     plan.run = RunLength(iters, samples, tokens, epochs, said, data_tokens)
     _warmup(plan, put)
+    _go_on(plan, put)
+
+
+def _go_on(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
+    """Count a resumed run's length by the sequences that it has read, where the batch changed.
+
+    Upstream keeps the learning rate and the place in the data by sequences and the end of the run
+    by steps, so with another batch the two no longer meet.
+
+    Raises:
+        UserError: Another sequence length, whose samples are others; or another batch in a ramp.
+    """
+    values, start, run = plan.values, plan.start, plan.run
+    assert run is not None
+    if start is None or values["finetune"] or not start.args:
+        return
+    batch, before = values["global_batch_size"], start.args.get("global_batch_size")
+    length, length_before = values["seq_length"], start.args.get("seq_length")
+    new = "start a new run from its weights (--init-from with another --output-dir)"
+    if length_before not in (None, length):
+        raise UserError(
+            f"--seq-length {length}, but {start.folder} was trained at {length_before}: its "
+            f"{start.samples} sequences are others than those of {length} tokens, and their order "
+            f"too. Go on with --seq-length {length_before}, or {new}"
+        )
+    ramp = values["rampup_batch_size"] or values["step_batch_size_schedule"]
+    if ramp:
+        if before not in (None, batch):
+            raise UserError(
+                f"--global-batch-size {batch}, but {start.folder} was trained at {before} with a "
+                f"batch that ramps up; go on with --global-batch-size {before}, or {new}"
+            )
+        return
+    if start.samples == start.iteration * batch:
+        return
+    left = max(0, run.samples - start.samples) // batch
+    total = start.iteration + left
+    put({"train_iters": total, "train_samples": None}, f"{COMMAND_LINE} ({run.asked})")
+    if values["lr_decay_iters"] is None and values["lr_decay_samples"] is None:
+        put({"lr_decay_iters": run.iters}, f"{COMMAND_LINE} ({run.asked})")
+    plan.run = dataclasses.replace(run, iters=total)
+    keeps = "" if before in (None, batch) else f" (--global-batch-size {before} would keep it)"
+    plan.notes.append(
+        f"the batch has changed to {batch} sequences{keeps}: {start.samples} were read in "
+        f"{start.iteration} steps, {run.asked} makes {run.samples} in all, so {left} more steps "
+        f"run, up to step {total}; warm-up and decay go on by sequences"
+    )
 
 
 def _sft_length(

@@ -240,6 +240,8 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             print(f"> {line}", flush=True)
     with _in_words():
         args = parse(plan, output / "logs" if output is not None and rank == 0 else None)
+        # Not steps x batch where the batch has changed on the way: the data's order goes by it.
+        args.planned_train_samples = plan.run.samples if plan.run else None
         config = model_config(
             args,
             plan.model,
@@ -354,11 +356,7 @@ def finished(plan: Plan) -> int | None:
     checkpoints = Path(plan.own.output_dir) / "checkpoints"
     if plan.values["load"] != str(checkpoints):
         return None  # --load DIR goes on from elsewhere
-    tracker = checkpoints / "latest_checkpointed_iteration.txt"
-    try:
-        step = int(tracker.read_text())
-    except (OSError, ValueError):
-        return None
+    step = plan.start.iteration if plan.start else 0
     return step if step >= plan.run.iters else None
 
 
@@ -387,10 +385,13 @@ def _changes(previous: Path, plan: Plan) -> list[str]:
     except (OSError, ValueError):
         return []
     lines = []
-    if before.get("run") and plan.run and before["run"]["iters"] != plan.run.iters:
-        word = "extended" if plan.run.iters > before["run"]["iters"] else "shortened"
+    if before.get("run") and plan.run and before["run"]["samples"] != plan.run.samples:
+        word = "extended" if plan.run.samples > before["run"]["samples"] else "shortened"
+        unit, lengths = "sequences", (before["run"]["samples"], plan.run.samples)
+        if before["values"].get("global_batch_size") == plan.values["global_batch_size"]:
+            unit, lengths = "steps", (before["run"]["iters"], plan.run.iters)
         lines.append(
-            f"the run is {word} from {before['run']['iters']} to {plan.run.iters} steps; its "
+            f"the run is {word} from {lengths[0]} to {lengths[1]} {unit}; its "
             "learning rate follows the schedule of the new length from the next step on"
         )
         passes = [math.ceil(x) if x else None for x in (before["run"]["epochs"], plan.run.epochs)]

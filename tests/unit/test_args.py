@@ -14,6 +14,7 @@ from megatron_patch import _compat
 from megatron_patch.training import args
 from megatron_patch.training.flags import RANGES, number_problem
 from megatron_patch.util import UserError, atomic_write, human_bytes, human_count
+from tests.unit.checkpoints import write_checkpoint
 
 CONFIGS = Path(__file__).parent.parent / "fixtures" / "configs"
 
@@ -423,12 +424,6 @@ def test_default_warmup_is_shorter_than_the_run(hf: str) -> None:
 # --- directories ------------------------------------------------------------------------------
 
 
-def checkpoint(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / args.TRACKER).write_text("100")
-    return folder
-
-
 def test_output_dir(hf: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     fresh = plan(hf, "--output-dir", str(out)).values
@@ -438,7 +433,7 @@ def test_output_dir(hf: str, tmp_path: Path) -> None:
     elsewhere = plan(hf, "--output-dir", str(out), "--data-cache-path", "/scratch").values
     assert elsewhere["data_cache_path"] == "/scratch"
     assert not fresh["exit_on_missing_checkpoint"] and fresh["save_interval"] == 500
-    checkpoint(out / "checkpoints")
+    write_checkpoint(out / "checkpoints")
     again = plan(hf, "--save", str(out))
     assert again.values["load"] == str(out / "checkpoints")
     assert again.values["exit_on_missing_checkpoint"]
@@ -451,24 +446,23 @@ def test_load_of_nothing_is_an_error(hf: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint there"):
         plan(hf, "--load", str(tmp_path / "typo"))
     empty = tmp_path / "empty"
-    checkpoint(empty)
+    empty.mkdir()
     (empty / args.TRACKER).write_text("")
     with pytest.raises(UserError, match="missing or empty"):
         plan(hf, "--load", str(empty))
 
 
 def test_init_from(hf: str, tmp_path: Path) -> None:
-    weights = checkpoint(tmp_path / "weights")
+    weights = write_checkpoint(tmp_path / "weights")
     out = str(tmp_path / "out")
     values = plan(hf, "--init-from", str(weights), "--output-dir", out).values
     assert values["pretrained_checkpoint"] == str(weights)
     assert values["load"] == f"{out}/checkpoints" and not values["finetune"]
     # Weights only: upstream starts from iteration 0 with nothing else once `load` holds nothing.
     assert not (values["no_load_optim"] or values["no_load_rng"])
-    run = checkpoint(tmp_path / "run" / "checkpoints").parent
+    run = write_checkpoint(tmp_path / "run" / "checkpoints").parent
     assert args.initial_weights(str(run)) == str(run / "checkpoints")
     step = weights / "iter_0000100"
-    step.mkdir()
     for bad, text in (
         (hf, "convert"),
         (str(tmp_path / "no"), "no such directory"),
@@ -600,7 +594,7 @@ def test_argv_and_overlay_make_upstreams_parser_agree(hf: str, extra: str) -> No
 def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
     """Report 79: an option that is accepted and does nothing."""
     data = write_index(tmp_path / "d", [1024] * 640)
-    weights = str(checkpoint(tmp_path / "w"))
+    weights = str(write_checkpoint(tmp_path / "w"))
     samples = {
         "--hf-model": None,
         "--output-dir": "o",

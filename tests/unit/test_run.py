@@ -14,6 +14,7 @@ import pytest
 from megatron_patch.data.idxmap import Writer
 from megatron_patch.training import args, metrics, run
 from megatron_patch.util import UserError
+from tests.unit.checkpoints import write_checkpoint
 
 CONFIG = Path(__file__).parent.parent / "fixtures" / "configs" / "qwen3-8b.json"
 
@@ -154,6 +155,8 @@ def test_a_changed_setting_is_named_with_both_values(hf, tmp_path):
             "changed since the last start: --lr 0.0001 -> 5e-05",
             "changed since the last start: --min-lr 1e-05 -> 5e-06",  # a tenth of it
             "changed since the last start: --global-batch-size 16 -> 32",
+            "the run is extended from 1600 to 3200 sequences; its learning rate follows the "
+            "schedule of the new length from the next step on",
             "changed since the last start: --seed 1234 -> 7",
         ]
     )
@@ -167,8 +170,7 @@ def test_another_data_set_and_precision_are_named(hf, tmp_path):
 
 def test_another_network_is_refused_on_resume(hf, tmp_path):
     output = tmp_path / "out"
-    (output / "checkpoints").mkdir(parents=True)
-    (output / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    write_checkpoint(output / "checkpoints", 5, batch=16)
     before = plan(hf, "--output-dir", str(output))
     saved = tmp_path / "resolved_args.json"
     saved.write_bytes(metrics.to_json(before.as_dict()))
