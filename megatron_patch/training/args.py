@@ -1893,6 +1893,8 @@ def _length(
     length = values["seq_length"]
     if plan.own.sft:
         _sft_length(plan, unit, amount, said, put, data)
+        if plan.run is not None:
+            _go_on(plan, put)
         return
     data_tokens = _epoch_tokens(plan, required=unit == "epochs")
     if unit == "epochs":
@@ -1949,12 +1951,14 @@ def _go_on(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
             f"{start.samples} sequences are others than those of {length} tokens, and their order "
             f"too. Go on with --seq-length {length_before}, or {new}"
         )
-    ramp = values["rampup_batch_size"] or values["step_batch_size_schedule"]
-    if ramp:
+    bound = "the order of packs goes by it" if plan.own.sft else None
+    if values["rampup_batch_size"] or values["step_batch_size_schedule"]:
+        bound = "it changes during the run"
+    if bound:
         if before not in (None, batch):
             raise UserError(
-                f"--global-batch-size {batch}, but {start.folder} was trained at {before} with a "
-                f"batch that ramps up; go on with --global-batch-size {before}, or {new}"
+                f"--global-batch-size {batch}, but {start.folder} was trained at {before}, and "
+                f"{bound}; go on with --global-batch-size {before}, or {new}"
             )
         return
     if start.samples == start.iteration * batch:
@@ -1964,12 +1968,18 @@ def _go_on(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
     put({"train_iters": total, "train_samples": None}, f"{COMMAND_LINE} ({run.asked})")
     if values["lr_decay_iters"] is None and values["lr_decay_samples"] is None:
         put({"lr_decay_iters": run.iters}, f"{COMMAND_LINE} ({run.asked})")
+        if start.warmup is not None:
+            share = start.warmup / (run.iters * batch)
+            put(
+                {"lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": share},
+                f"{start.folder.name} ({start.warmup} sequences)",
+            )
     plan.run = dataclasses.replace(run, iters=total)
     keeps = "" if before in (None, batch) else f" (--global-batch-size {before} would keep it)"
     plan.notes.append(
         f"the batch has changed to {batch} sequences{keeps}: {start.samples} were read in "
         f"{start.iteration} steps, {run.asked} makes {run.samples} in all, so {left} more steps "
-        f"run, up to step {total}; warm-up and decay go on by sequences"
+        f"run, up to step {total}. The learning rate goes by sequences, its warm-up as it was"
     )
 
 

@@ -26,12 +26,14 @@ class Start:
         iteration: Steps done; 0 for a released model.
         samples: Sequences read so far.
         args: Arguments of the run that wrote it; empty for a converted model.
+        warmup: Sequences of its linear warm-up; None where it does not say.
     """
 
     folder: Path
     iteration: int
     samples: int
     args: Mapping[str, Any]
+    warmup: int | None = None
 
 
 def steps(directory: str | os.PathLike[str]) -> list[str]:
@@ -122,4 +124,5 @@ def _whole(folder: Path, _stamps: tuple[int, ...]) -> Start:
         0 if folder.name == "release" else int(common.get("iteration", 0)),
         int(arguments.get("consumed_train_samples", 0)),
         arguments,
+        (common.get("opt_param_scheduler") or {}).get("lr_warmup_steps"),
     )

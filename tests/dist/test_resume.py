@@ -207,7 +207,7 @@ def whole(ranks: RankServer, inputs: Inputs, tmp_path_factory: pytest.TempPathFa
 def test_the_data_directory_is_left_alone(whole: Whole, inputs: Inputs) -> None:
     beside = sorted(p.name for p in inputs.corpus.parent.iterdir())
     assert beside == ["corpus.bin", "corpus.idx", *sorted(inputs.models)]
-    assert list((whole.output / "cache").glob("*GPTDataset*"))
+    assert list((whole.output / "cache").glob("*/*GPTDataset*"))
 
 
 def test_a_finished_run_is_extended(
@@ -239,6 +239,28 @@ def test_a_finished_run_is_extended(
     assert (
         "> the data is now read 2 times in place of 1" in (tmp_path / "e" / "rank0.log").read_text()
     )
+
+
+def test_another_batch_goes_on_by_sequences(
+    ranks: RankServer, inputs: Inputs, tmp_path: Path
+) -> None:
+    """40 sequences at 4 a step, from the 20th on at 8: the schedule ends with the last of them."""
+
+    def argv(output: Path, *more: str) -> list[str]:
+        line = " ".join(command(inputs, "dense", output, *more))
+        return line.replace("--train-iters 10", "--train-samples 40").split()
+
+    whole = train(ranks, tmp_path / "a", 1, argv(tmp_path / "whole"))
+    train(ranks, tmp_path / "b", 1, argv(tmp_path / "run", "--exit-interval", "5"))
+    records = train(ranks, tmp_path / "c", 1, argv(tmp_path / "run", "--global-batch-size", "8"))
+    assert [row["iteration"] for row in records] == [1, 2, 3, 4, 5, 6, 7]
+    assert [row["consumed_samples"] for row in records[4:]] == [20, 28, 36]
+    rate = {row["consumed_samples"]: row["learning_rate"] for row in whole}
+    assert records[5]["learning_rate"] == pytest.approx(rate[28])
+    assert records[6]["learning_rate"] == pytest.approx(rate[36])
+    log = (tmp_path / "c" / "rank0.log").read_text()
+    assert "20 were read in 5 steps" in log and "2 more steps run, up to step 7" in log
+    assert losses(records)[:5] == losses(whole)[:5]
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(

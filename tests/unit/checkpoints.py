@@ -22,7 +22,12 @@ def write_checkpoint(
         "consumed_train_samples": batch * step,
         **more,
     }
-    common = {"iteration": step, "args": argparse.Namespace(**arguments)}
+    schedule = {"lr_warmup_steps": 10 * batch, "num_steps": batch * step}
+    common = {
+        "iteration": step,
+        "args": argparse.Namespace(**arguments),
+        "opt_param_scheduler": schedule,
+    }
     writer = dist_io.DistWriter(target, 0)
     writer.write_object(f"{dist_io.COMMON}/shard_0_1", dist_io.pickled_object(common))
     writer.close()

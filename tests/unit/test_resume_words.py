@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patch.patches.tracker_file import TRACKER
-from megatron_patch.training import args, resume, run
+from megatron_patch.training import args, run
 from megatron_patch.util import UserError
 from tests.unit.checkpoints import write_checkpoint
 
@@ -45,9 +45,9 @@ def plan(hf: str, out: Path | str, *flags: str) -> args.Plan:
 
 def test_the_same_batch_needs_no_words(hf: str, out: Path) -> None:
     result = plan(hf, out)
-    assert result.start == resume.Start(
-        out / "checkpoints" / "iter_0000100", 100, 800, result.start.args
-    )
+    start = result.start
+    assert start is not None
+    assert (start.folder.name, start.iteration, start.samples) == ("iter_0000100", 100, 800)
     assert result.values["train_iters"] == 200 and result.values["lr_decay_iters"] is None
     assert not any("batch has changed" in note for note in result.notes)
 
@@ -73,6 +73,8 @@ def test_another_batch_goes_on_by_sequences(
     assert "--train-iters" not in result.megatron_argv()
     batch = values["global_batch_size"]
     assert values["lr_decay_iters"] * batch == samples, "the schedule ends with the last sequence"
+    assert values["lr_warmup_iters"] == 0
+    assert values["lr_warmup_fraction"] * samples == pytest.approx(80), "the warm-up as it was"
     (note,) = [n for n in result.notes if "batch has changed" in n]
     assert f"changed to {batch} sequences (--global-batch-size 8 would keep it)" in note
     assert "800 were read in 100 steps" in note and f"{left} more steps" in note
@@ -96,7 +98,7 @@ def test_another_sequence_length_is_refused(hf: str, out: Path) -> None:
 def test_another_batch_in_a_ramp_is_refused(hf: str, out: Path) -> None:
     ramp = ("--rampup-batch-size", "4", "4", "640", "--train-samples", "1600")
     plan(hf, out, *ramp)
-    with pytest.raises(UserError, match=r"--global-batch-size 16, but .* at 8 with a batch that"):
+    with pytest.raises(UserError, match=r"--global-batch-size 16, .* at 8, and it changes"):
         plan(hf, out, "--gbs", "16", *ramp)
 
 
