@@ -146,12 +146,17 @@ def sigmoid_router(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
 
 def softmax_router(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     """Softmax over all experts; the gates of the chosen ones are not normalised."""
-    limited = hf.typed("topk_method", "greedy", str) == "group_limited_greedy"
+    groups = _groups(hf, 1)  # checked, whether they are used or not
     return {
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": True,
-        **(_groups(hf, 1) if limited else {}),
+        **(groups if group_limited(hf) else {}),
     }
+
+
+def group_limited(hf: HFConfig) -> bool:
+    """Whether a softmax router chooses groups of experts first."""
+    return hf.typed("topk_method", "greedy", str) == "group_limited_greedy"
 
 
 def _groups(hf: HFConfig, best: int) -> dict[str, Any]:

@@ -157,3 +157,70 @@ DEEPSEEK_V3: dict[str, Any] = {
     "v_head_dim": 12,
     "vocab_size": 1000,
 }
+
+#: DeepSeek V2 in small: its best expert speaks for a group; three groups of which two are chosen.
+DEEPSEEK_V2: dict[str, Any] = {
+    key: value
+    for key, value in DEEPSEEK_V3.items()
+    if key not in ("auto_map", "num_nextn_predict_layers")
+} | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "mlp_bias": False,
+    "model_type": "deepseek_v2",
+    "n_group": 4,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 5,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 4,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 64,
+        "type": "yarn",
+    },
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "softmax",
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+}
+
+#: GLM-4.5 in small: a third of each head rotated, biases on query, key and value, QK-norm, MTP.
+GLM4_MOE: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [1, 2],
+    "first_k_dense_replace": 1,
+    "head_dim": 24,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0",
+    "use_cache": True,
+    "use_qk_norm": True,
+    "vocab_size": 1000,
+}

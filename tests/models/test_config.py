@@ -27,7 +27,9 @@ TINY = {
     "qwen3_moe": configs.QWEN3_MOE,
     "qwen2": configs.QWEN2,
     "llama": configs.LLAMA,
+    "deepseek_v2": configs.DEEPSEEK_V2,
     "deepseek_v3": configs.DEEPSEEK_V3,
+    "glm4_moe": configs.GLM4_MOE,
 }
 
 #: Published parameter counts; a tied output layer counts once.
