@@ -7,7 +7,6 @@ data's order.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": configs.QWEN3 | {"num_hidden_layers": 4},
     "moe": configs.QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1]},
     "moe-stacked": configs.QWEN3_MOE | {"num_hidden_layers": 2, "mlp_only_layers": []},
+    # Latent attention, groups of experts, biases of routers, MTP on the last stage.
+    "deepseek-v3": configs.DEEPSEEK_V3 | {"num_hidden_layers": 2, "n_routed_experts": 8},
+    "deepseek-v2": configs.DEEPSEEK_V2 | {"num_hidden_layers": 2, "q_lora_rank": None},
+    "glm4": configs.GLM4_MOE | {"num_hidden_layers": 2},
 }
+
+#: The bias would move in the step that is trained.
+STILL = ("--moe-router-bias-update-rate", "0")
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
@@ -48,6 +54,9 @@ CASES = [
     *(("qwen3", layout) for layout in ("one", "tp2", "pp2-vpp2")),
     *(("moe", layout) for layout in ("ep2", "tp2-etp2", "pp2-vpp2")),
     *(("moe-stacked", layout) for layout in ("tp2", "ep2")),
+    *(("deepseek-v3", layout) for layout in ("pp2", "ep2", "tp2-etp2")),
+    *(("deepseek-v2", layout) for layout in ("tp2", "ep2")),
+    *(("glm4", layout) for layout in ("pp2", "tp2-etp2")),
 ]
 
 
@@ -57,6 +66,7 @@ class Converted:
     mcore: Path
     corpus: Path
     loss: float
+    args: dict[str, Any]
     tensors: dict[str, np.ndarray]
 
 
@@ -83,13 +93,13 @@ def converted(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> An
 
 def _convert(ranks: RankServer, kind: str, folder: Path) -> Converted:
     import torch
-    from check_family import random_hf_model
+    from check_family import add_around_mtp, random_hf_model, resolve
 
     config = MODELS[kind]
-    (folder / "config").mkdir()
-    (folder / "config" / "config.json").write_text(json.dumps(config))
-    model = random_hf_model(folder / "config")
+    spec = resolve(config, folder / "config")
+    model = random_hf_model(folder / "config", len(spec.mtp))
     model.save_pretrained(folder / "hf", max_shard_size="300KB")
+    add_around_mtp(spec, folder / "hf")
     assert len(list((folder / "hf").glob("*.safetensors"))) > 1
     rng = np.random.default_rng(3)
     document = rng.integers(0, config["vocab_size"], SEQUENCE)
@@ -106,7 +116,7 @@ def _convert(ranks: RankServer, kind: str, folder: Path) -> Converted:
     )
     assert status == 0
     held = tensors(ranks, folder / "mcore" / "release", folder / "plain")
-    return Converted(folder / "hf", folder / "mcore", folder / "corpus", loss, held)
+    return Converted(folder / "hf", folder / "mcore", folder / "corpus", loss, spec.args, held)
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
@@ -122,13 +132,14 @@ def test_training_starts_from_it(
         *("--train-iters", "1", "--lr", "1e-30", "--min-lr", "0", "--warmup-steps", "0"),
         *("--optimizer", "sgd", "--no-use-distributed-optimizer", "--no-overlap-param-gather"),
         *("--weight-decay", "0", *more),
+        *(STILL if "moe_router_enable_expert_bias" in start.args else ()),
     ]
     result = ranks.run("tests.dist.jobs:train", world, tmp_path / "job", argv=argv, weights=True)
     assert result.values == [{"status": 0}] * world
     (first,) = metrics.read(tmp_path / "run")
     assert first["lm loss"] == pytest.approx(start.loss, rel=2e-6)
     weights = tensors(ranks, tmp_path / "job" / "weights", tmp_path / "w")
-    assert sorted(weights) == sorted(start.tensors)
+    assert sorted(weights) == sorted(n for n in start.tensors if not n.endswith("expert_bias"))
     for name, value in weights.items():
         assert np.array_equal(value, start.tensors[name]), name
     _exports(start, tmp_path, layout)

@@ -11,7 +11,7 @@ from typing import Any
 import megatron_model
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_patch.convert import rules
 from megatron_patch.convert.layout import checkpoint_key
@@ -38,9 +38,7 @@ def check_family(name: str, config: Mapping[str, Any], golden: str, directory: P
     check_golden(spec, golden)
     model = random_hf_model(directory, len(spec.mtp))
     model.save_pretrained(directory / "saved")
-    saved: dict[str, torch.Tensor] = {}
-    for file in sorted((directory / "saved").glob("*.safetensors")):
-        saved |= load_file(file)
+    saved = load_saved(directory / "saved")
     around = random_around_mtp(spec)
     saved |= around
     # What transformers itself writes for this model resolves to the same thing.
@@ -59,6 +57,14 @@ def check_family(name: str, config: Mapping[str, Any], golden: str, directory: P
         ours = megatron_model.build(spec)
         check_logits(spec, ours, saved, tokens, reference)
         check_mtp(spec, ours, tokens, further)
+
+
+def load_saved(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an HF directory."""
+    saved: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        saved |= load_file(file)
+    return saved
 
 
 def resolve(config: Mapping[str, Any], directory: Path) -> ModelSpec:
@@ -115,6 +121,17 @@ def random_around_mtp(spec: ModelSpec) -> dict[str, torch.Tensor]:
             noise = torch.randn(shape, generator=generator)
             found[name] = 1 + 0.2 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
     return found
+
+
+def add_around_mtp(spec: ModelSpec, directory: Path) -> None:
+    """Put `random_around_mtp` beside a model that transformers saved in several files."""
+    tensors = random_around_mtp(spec)
+    if tensors:
+        index = directory / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        content["weight_map"] |= dict.fromkeys(tensors, "mtp.safetensors")
+        save_file(tensors, directory / "mtp.safetensors", {"format": "pt"})
+        index.write_text(json.dumps(content))
 
 
 def mtp_logits(

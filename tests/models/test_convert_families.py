@@ -1,0 +1,64 @@
+"""Conversion of models with layers for multi-token prediction, a router's bias, latent attention.
+
+Files are bfloat16 with float32 biases, as published ones are, and repeat what MTP layers share.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configs import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from test_convert import encoded, load, same, save, to_hf, to_megatron
+
+from megatron_patch.convert import rules
+from megatron_patch.convert.plan import resolve
+
+CONFIGS = {
+    "deepseek_v3": DEEPSEEK_V3 | {"num_nextn_predict_layers": 2},
+    "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None},
+    "glm4_moe": GLM4_MOE | {"tie_word_embeddings": True},
+}
+
+
+def write(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    tensors = encoded(folder, config, torch.bfloat16)
+    for name in tensors:
+        if name.endswith("bias") and "correction" in name:
+            tensors[name] = torch.randn(tensors[name].shape)
+    for name, original in rules.copies(resolve(folder)).items():
+        tensors[name] = tensors[original].clone()
+    save(folder, tensors)
+    return tensors
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_there_and_back_and_into_transformers(kind: str, tmp_path: Path, capsys: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    given = write(tmp_path / "hf", CONFIGS[kind])
+    assert to_megatron(tmp_path / "hf", tmp_path / "mcore", "--dtype", "bf16") == 0
+    assert to_hf(tmp_path / "mcore", tmp_path / "back") == 0
+    back = load(tmp_path / "back")
+    assert same(given, back)
+    biases = {t.dtype for name, t in back.items() if "e_score" in name}
+    assert biases == (set() if kind == "deepseek_v2" else {torch.float32})
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    # Transformers knows layers for MTP by the numbers of the published models.
+    count = CONFIGS[kind]["num_hidden_layers"]
+    further = tuple(f"model.layers.{count + k}." for k in range(2))
+    assert all(key.startswith(further) for key in info["unexpected_keys"])
+
+
+def test_a_copy_that_differs_is_refused(tmp_path: Path, capsys: Any) -> None:
+    tensors = write(tmp_path / "hf", CONFIGS["deepseek_v3"])
+    name = "model.layers.4.shared_head.head.weight"
+    tensors[name][3, 3] += 1
+    save(tmp_path / "hf", tensors)
+    assert to_megatron(tmp_path / "hf", tmp_path / "mcore") == 2
+    assert f"{name} differs from lm_head.weight" in capsys.readouterr().err
+    assert not (tmp_path / "mcore" / "release").exists()
