@@ -156,7 +156,7 @@ def softmax_router(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
 
 def group_limited(hf: HFConfig) -> bool:
     """Whether a softmax router chooses groups of experts first."""
-    return hf.typed("topk_method", "greedy", str) == "group_limited_greedy"
+    return bool(hf.typed("topk_method", "greedy", str) == "group_limited_greedy")
 
 
 def _groups(hf: HFConfig, best: int) -> dict[str, Any]:
