@@ -214,6 +214,12 @@ _EXPLAINED: tuple[tuple[str, str], ...] = (
         r"--no-override-opt-param-scheduler to go on with this command line's schedule, or name "
         r"--use-checkpoint-opt-param-scheduler to keep the checkpoint's",
     ),
+    (
+        r"Global shape mismatch for loaded \((?:torch\.Size\()?(.+?)\)*\) and expected "
+        r"\(\((.+?),?\)\) tensor for key (\S+)",
+        r"the checkpoint is of another model: its \3 is \1, this model's is [\2]. Check --hf-model "
+        r"and the directory the run starts from; nothing was loaded",
+    ),
 )
 
 
@@ -224,6 +230,10 @@ def explain(message: str) -> str | None:
         if found:
             return found.expand(words)
     return None
+
+
+class CheckpointError(Exception):
+    """Reading or writing a checkpoint failed somewhere; holds the first cause."""
 
 
 def pretrain(
@@ -239,10 +249,12 @@ def pretrain(
 
     Raises:
         UserError: what `explain` has words for.
+        CheckpointError: another failure of reading or writing a checkpoint, on every rank.
     """
     from megatron.core.enums import ModelType
     from megatron.training import pretrain as upstream
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         upstream(
@@ -251,11 +263,17 @@ def pretrain(
             model_type=ModelType.encoder_or_decoder,
             forward_step_func=forward_step,
         )
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, CheckpointException) as error:
         words = explain(str(error))
-        if words is None:
-            raise
-        raise UserError(words) from error
+        if words is not None:
+            raise UserError(words) from error
+        if isinstance(error, CheckpointException):
+            causes = [cause for cause, _ in error.failures.values()]
+            for cause in causes:
+                if isinstance(cause, UserError):
+                    raise cause from error
+            raise CheckpointError(f"{type(causes[0]).__name__}: {causes[0]}") from error
+        raise
 
 
 def main(argv: list[str]) -> int:

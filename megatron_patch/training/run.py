@@ -208,7 +208,9 @@ def _quiet() -> None:
 
     for category in (UserWarning, FutureWarning, DeprecationWarning, SyntaxWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\b")
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|CPU RNG state)")
+    warnings.filterwarnings(
+        "ignore", message=".*(Apex|Transformer Engine|CPU RNG state|Please use DTensor)"
+    )
 
 
 def _run(recipe: Recipe, plan: Plan, started: float) -> int:
@@ -269,6 +271,8 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
                 "say why"
             ) from leaving
         word = f"stopped at step {step} of {args.train_iters}"
+    except _compat.CheckpointError as problem:
+        raise UserError(_checkpoint_words(plan, metrics.RECORDER.iteration, problem)) from problem
     finally:
         metrics.RECORDER.close()
         metrics.RECORDER = None
@@ -282,6 +286,22 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
 
     torch.distributed.destroy_process_group()
     return status
+
+
+def _checkpoint_words(plan: Plan, step: int | None, problem: Exception) -> str:
+    """What failed about a checkpoint, and which file, where that can be told."""
+    from megatron_patch.convert import dist_io
+    from megatron_patch.training import resume
+
+    cause = str(problem).strip().partition("\n")[0][:200]
+    if step is not None:
+        return (
+            f"the checkpoint of step {step} could not be written to {plan.values['save']}: {cause}"
+        )
+    start = plan.start or resume.read(plan.values["pretrained_checkpoint"])
+    assert start is not None
+    found = dist_io.damaged(dist_io.read_checkpoint(start.folder))
+    return found or f"{start.folder} cannot be read ({cause}); copy the checkpoint again"
 
 
 @contextlib.contextmanager

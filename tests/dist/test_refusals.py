@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from megatron_patch.convert.dist_io import read_checkpoint
 from megatron_patch.training import metrics
 from tests.dist.harness import RankServer
 from tests.dist.tiny import COMMON, write_corpus, write_model
@@ -126,6 +129,35 @@ def test_weights_from_nowhere(runs: Runs, tmp_path: Path) -> None:
         argv = runs.command("plain", tmp_path / "run", "--init-from", str(place))
         runs.refused(tmp_path / "job", argv, f"--init-from {place}", words)
         assert not (tmp_path / "run").exists()
+
+
+def test_weights_of_other_shapes(runs: Runs, tmp_path: Path) -> None:
+    config = json.loads((runs.folder / "hf-plain" / "config.json").read_text())
+    write_model(runs.folder / "hf-wide", config | {"intermediate_size": 192})
+    start = ("--init-from", str(runs.folder / "plain"))
+    runs.refused(
+        tmp_path / "job",
+        runs.command("wide", tmp_path / "run", *start),
+        "decoder.layers.mlp.linear_fc1.weight is [2, 256, 64], this model's is [2, 384, 64]",
+    )
+
+
+def test_a_damaged_checkpoint(runs: Runs, tmp_path: Path) -> None:
+    """Two ranks name the file: one that is cut off, and one with a record overwritten."""
+    source = runs.folder / "plain" / "checkpoints"
+    for kind, words in (("cut", "are needed"), ("zeroed", "is no tensor")):
+        copy = tmp_path / kind
+        shutil.copytree(source, copy)
+        (shard,) = copy.glob("iter_0000001/*.distcp")
+        content = bytearray(shard.read_bytes())
+        if kind == "cut":
+            del content[-1000:]
+        else:
+            record = read_checkpoint(shard.parent).tensors["output_layer.weight"].chunks[0].record
+            content[record.offset : record.offset + 500] = bytes(500)
+        shard.write_bytes(content)
+        argv = runs.command("plain", tmp_path / f"run-{kind}", "--init-from", str(copy))
+        runs.refused(tmp_path / f"job-{kind}", argv, str(shard), words)
 
 
 def test_a_schedule_that_the_checkpoint_does_not_have(runs: Runs, tmp_path: Path) -> None:
