@@ -358,6 +358,8 @@ def cp_index(starts: npt.ArrayLike, size: int, rank: int) -> IntArray:
         rank: Of them.
     """
     edges = np.asarray(starts, dtype=np.int64)
+    if size == 1:
+        return np.arange(edges[-1])
     rooms = np.diff(edges)
     chunk = np.repeat(rooms // (2 * size), rooms)
     inside = np.arange(edges[-1]) - np.repeat(edges[:-1], rooms)

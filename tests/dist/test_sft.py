@@ -124,8 +124,16 @@ def alone(
     return found
 
 
+#: The rest is marked slow: what it would find, one of these finds too, or a test of pretraining.
+QUICK = {"dense": ("tp2-sp", "cp2", "tp2-pp2"), "moe": ("pp2-vpp2", "ep2")}
+
 CASES = [
-    pytest.param(kind, layout, id=f"{kind}-{layout.name}")
+    pytest.param(
+        kind,
+        layout,
+        id=f"{kind}-{layout.name}",
+        marks=[] if layout.name in QUICK[kind] else pytest.mark.slow,
+    )
     for kind in MODELS
     for layout in LAYOUTS
     if getattr(layout, kind)
@@ -152,3 +160,100 @@ def test_packed_is_alone(
           f"gradient {gap:.1e} ({name})")  # fmt: skip
     assert got.loss == pytest.approx(want.loss, rel=1e-5)
     assert gap < 1e-5, name
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["lm loss"] for record in metrics.read(folder)]
+
+
+@pytest.mark.parametrize("unit", ["token", "sample"])
+def test_loss_unit(unit: str, ranks: RankServer, starts: dict[str, Start], tmp_path: Path) -> None:
+    """Against the losses of the samples, one a step; the same however a step is cut up."""
+    start = starts["dense"]
+
+    def of(name: str, world: int, *more: str) -> Outcome:
+        argv = flags(start.model, start.data, tmp_path / name, "--init-from",
+                     str(start.checkpoint), "--sft-loss-unit", unit, *more)  # fmt: skip
+        return run(ranks, tmp_path / f"{name}-job", world, argv)
+
+    rows = str(len(LENGTHS))
+    want = of("alone", 1, "--no-packing", "--global-batch-size", rows)
+    argv = flags(start.model, start.data, tmp_path / "each", "--init-from", str(start.checkpoint),
+                 *("--no-packing", "--global-batch-size", "1"),
+                 *("--lr", "1e-30", "--min-lr", "0"))  # fmt: skip
+    ranks.run("tests.dist.jobs:train", 1, tmp_path / "each-job", argv=argv, entry="sft")
+    each = metrics.read(tmp_path / "each")
+    found = [record["lm loss"] for record in each]
+    by_token = np.average(found, weights=[record["trained_tokens"] for record in each])
+    mean = np.mean(found) if unit == "sample" else by_token
+    assert abs(by_token / np.mean(found) - 1) > 1e-4, "the units differ on this data"
+    assert want.loss == pytest.approx(mean, rel=1e-6)
+    for name, world, more in (
+        ("packed", 1, ()),
+        ("one-pack", 1, ("--seq-length", "256", "--global-batch-size", "1")),
+        ("dp2", 2, ()),
+    ):
+        got = of(name, world, *more)
+        assert got.loss == pytest.approx(mean, rel=1e-6), name
+        gap, parameter = worst(got.grads, want.grads)
+        assert gap < 1e-5, (name, parameter)
+
+
+def test_padding_is_not_in_the_balancing_loss(ranks: RankServer, tmp_path: Path) -> None:
+    """A pack with a padded end, on one and on two ranks, gives what the full pack gives."""
+    model = write_sft_model(tmp_path / "hf", "moe", router_aux_loss_coef=1.0)
+    data = write_data(tmp_path / "data.jsonl", (20, 28))
+
+    def of(name: str, world: int, *more: str) -> Outcome:
+        argv = flags(model, data, tmp_path / name, "--global-batch-size", "1", *more)
+        return run(ranks, tmp_path / f"{name}-job", world, argv)
+
+    full = of("full", 1, "--seq-length", "48")
+    start = ("--init-from", str(tmp_path / "full"), "--no-load-rng")
+    plain = of("plain", 1, "--seq-length", "48", *start)
+    for name, world, more in (
+        ("padded", 1, ()),
+        ("tp2", 2, ("--tp", "2")),
+        ("cp2", 2, ("--cp", "2")),
+        ("pp2", 2, ("--pp", "2")),
+    ):
+        got = of(name, world, "--seq-length", "64", *more, *start)
+        gap, parameter = worst(got.grads, plain.grads)
+        print(f"{name}: {gap:.1e} {parameter}")
+        assert gap < 1e-5, (name, parameter)
+    assert full.loss > 0
+
+
+def test_resume_in_the_middle_of_an_epoch(
+    ranks: RankServer, starts: dict[str, Start], tmp_path: Path
+) -> None:
+    """Interrupted and gone on with other replicas: samples and losses of a run that was not."""
+    start = starts["dense"]
+    data = write_data(tmp_path / "data.jsonl", tuple(range(5, 60, 2)))
+
+    def go(name: str, world: int, *more: str) -> None:
+        argv = flags(start.model, data, tmp_path / name, "--init-from", str(start.checkpoint),
+                     "--epochs", "2", "--lr", "0.01", "--min-lr", "0.01", "--split", "80,20",
+                     "--eval-interval", "2", "--optimizer", "adam", "--use-distributed-optimizer",
+                     *more)  # fmt: skip
+        for word in ("--no-save-optim", "--no-use-distributed-optimizer"):
+            argv.remove(word)
+        result = ranks.run("tests.dist.jobs:train", world, tmp_path / f"{name}{world}{len(more)}",
+                           argv=argv, entry="sft")  # fmt: skip
+        assert result.values == [{"status": 0}] * world, result.logs[0].read_text()[-2000:]
+
+    go("whole", 2)
+    go("parts", 2, "--exit-interval", "3")
+    go("parts", 1)
+    whole, parts = (metrics.read(tmp_path / name) for name in ("whole", "parts"))
+    assert len(whole) > 5
+    for one, two in zip(whole, parts, strict=True):
+        assert two["lm loss"] == pytest.approx(one["lm loss"], rel=1e-5)
+        assert (one["tokens"], one["epoch"]) == (two["tokens"], two["epoch"])
+    evaluations = [
+        [json.loads(line)["lm loss"] for line in (tmp_path / name / "metrics.jsonl").open()
+         if "evaluation" in line]
+        for name in ("whole", "parts")
+    ]  # fmt: skip
+    assert evaluations[0][-1] < evaluations[0][0]
+    assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-5)
