@@ -215,6 +215,11 @@ _EXPLAINED: tuple[tuple[str, str], ...] = (
         r"--use-checkpoint-opt-param-scheduler to keep the checkpoint's",
     ),
     (
+        r"Rank (\d+), node (\S+), .*iteration (\d+): Unexpected result (\S+) \(message='(.+?)'\)",
+        r"step \3 gave \4 on rank \1 (node \2: \5). Usual reasons are a learning rate that is too "
+        r"high or damaged data; with --output-dir the step is saved and can be run again",
+    ),
+    (
         r"Global shape mismatch for loaded \((?:torch\.Size\()?(.+?)\)*\) and expected "
         r"\(\((.+?),?\)\) tensor for key (\S+)",
         r"the checkpoint is of another model: its \3 is \1, this model's is [\2]. Check --hf-model "

@@ -975,6 +975,11 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
         lambda c: SKIP if c.values["use_checkpoint_opt_param_scheduler"] else True,
         "on resume the command line's schedule counts: a longer run extends a finished one",
     ),
+    Default(
+        "rerun_mode",
+        lambda c: SKIP if c.own.output_dir else "disabled",
+        "a step that gave NaN is saved and run again; without --output-dir there is nowhere to",
+    ),
     Default("save_interval", 500, "steps between checkpoints; the last step is always saved"),
     Default("manual_gc", True, "all ranks collect at the same step, so none waits for another"),
     Default("manual_gc_interval", 100, "see manual_gc"),
@@ -1724,6 +1729,7 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
     has_own = False
     own_load = plan.given("load")
     if own.output_dir:
+        resume.check_output(own.output_dir)
         checkpoints = os.path.join(own.output_dir, "checkpoints")
         has_own = resume.latest(checkpoints) is not None
         put({"save": checkpoints}, detail)

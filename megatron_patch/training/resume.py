@@ -36,6 +36,35 @@ class Start:
     warmup: int | None = None
 
 
+#: Folders of a run directory that a run writes to.
+FOLDERS = ("checkpoints", "logs", "tensorboard")
+
+
+def check_output(output: str | os.PathLike[str], *, start: bool = False) -> None:
+    """The run directory can be made, or used as it is.
+
+    Args:
+        output: ``--output-dir``.
+        start: The run starts here and now, so the rights to write count too.
+
+    Raises:
+        UserError: A file is in the way, or the directory cannot be written to.
+    """
+    folder = Path(output)
+    for path in (folder, *folder.parents, *(folder / name for name in FOLDERS)):
+        if path.exists() and not path.is_dir():
+            raise UserError(
+                f"--output-dir {output}: {path} is a file, a directory is needed; give another name"
+            )
+        if start and path.is_dir() and (path == folder or folder not in path.parents):
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise UserError(
+                    f"--output-dir {output}: {path} cannot be written to; give another place, or "
+                    "get the rights"
+                )
+            start = False  # what is above the nearest directory need not be written to
+
+
 def steps(directory: str | os.PathLike[str]) -> list[str]:
     """Names of the whole checkpoints below ``directory``, in order.
 

@@ -59,10 +59,11 @@ def _single_process() -> None:
     """Without torchrun one process is the whole world.
 
     Raises:
-        UserError: several processes were started, and nobody told them their ranks.
+        UserError: several processes were started, and nobody told them their ranks; or variables
+            of a launcher that make no sense.
     """
     if "RANK" in os.environ:
-        return
+        return _check_ranks()
     for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         size = os.environ.get(name, "")
         if size.isdigit() and int(size) > 1:
@@ -78,6 +79,45 @@ def _single_process() -> None:
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+
+
+def _check_ranks() -> None:
+    """The numbers that a launcher hands to each process.
+
+    Raises:
+        UserError: one is missing, is no number, or is out of range.
+    """
+    limits = {"WORLD_SIZE": (1, None), "RANK": (0, "WORLD_SIZE"), "LOCAL_RANK": (0, "WORLD_SIZE")}
+    found: dict[str, int] = {}
+    for name, (low, below) in limits.items():
+        text = os.environ.get(name, "0" if name == "LOCAL_RANK" else "")
+        if not text.isdecimal() or int(text) < low or (below and int(text) >= found[below]):
+            high = f" below WORLD_SIZE={found[below]}" if below else ""
+            raise UserError(
+                f"the environment has RANK={os.environ['RANK']} and {name}={text or '(not set)'}; "
+                f"a number of at least {low}{high} is needed. Start with torchrun or a launcher of "
+                "examples/, or unset RANK to train with one process"
+            )
+        found[name] = int(text)
+
+
+def _check_meeting_point() -> None:
+    """Where the ranks meet.
+
+    Raises:
+        UserError: it is not named, or the port is none.
+    """
+    port = os.environ.get("MASTER_PORT", "")
+    if not os.environ.get("MASTER_ADDR") or not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        shown = ", ".join(
+            f"{name}={os.environ.get(name) or '(not set)'}"
+            for name in ("MASTER_ADDR", "MASTER_PORT")
+        )
+        raise UserError(
+            f"the environment has RANK={os.environ['RANK']} and {shown}: ranks meet at an address "
+            "and a port from 1 to 65535. Start with torchrun or a launcher of examples/, or unset "
+            "RANK to train with one process"
+        )
 
 
 def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> Plan:
@@ -96,6 +136,7 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
     from megatron_patch.patches import registry
     from megatron_patch.platform import cpu, detect, torch_backend
     from megatron_patch.training import args as arguments
+    from megatron_patch.training import resume
     from megatron_patch.training.parallel import check, end_warnings
 
     problems = [str(p) for p in info.diagnose(import_here=True) if p.fatal]
@@ -112,6 +153,8 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
         environment=here if device == "cuda" else None,
         multicast=_multicast if device == "cuda" else None,
     )
+    if plan.own.output_dir:
+        resume.check_output(plan.own.output_dir, start=True)
     report = check(plan, trust_memory=False, start=True)
     if not report.ok:
         raise UserError("\nerror: ".join(report.refusals))
@@ -191,6 +234,7 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
         if {"dry_run", "json"} & set(arguments.parse(argv)):
             # The launcher prints the command line too; without it the plan is what there is.
             return parallel.main(list(argv)) if rank_and_world()[0] == 0 else 0
+        _check_meeting_point()
         _quiet()
         plan = set_up(argv, recipe.resolve)
         return _run(recipe, plan, started)
@@ -326,11 +370,14 @@ def _exit_status(leaving: SystemExit) -> int:
 def _prepare(output: Path) -> None:
     """The run directory, this process's lock on it, and where the run is."""
     from megatron_patch import info
-    from megatron_patch.training import metrics
+    from megatron_patch.training import metrics, resume
 
-    for name in ("checkpoints", "logs", "tensorboard"):
-        (output / name).mkdir(parents=True, exist_ok=True)
-    _lock(output)
+    try:
+        for name in resume.FOLDERS:
+            (output / name).mkdir(parents=True, exist_ok=True)
+        _lock(output)
+    except OSError as problem:
+        raise UserError(f"--output-dir {output}: {problem.filename}: {problem.strerror}") from None
     # Asks nvidia-smi and imports packages in child processes: seconds that training need not wait.
     threading.Thread(
         target=lambda: atomic_write(output / "env.json", metrics.to_json(info.gather())),

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_patch import _compat
 from megatron_patch.data.idxmap import Writer
-from megatron_patch.training import args, metrics, run
+from megatron_patch.training import args, metrics, resume, run
 from megatron_patch.util import UserError
 from tests.unit.checkpoints import write_checkpoint
 
@@ -184,6 +185,58 @@ def test_ranks_without_numbers_are_refused(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "8")
     with pytest.raises(UserError, match="SLURM_NTASKS=8"):
         run._single_process()
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "0"}, "RANK=0 and WORLD_SIZE=(not set)"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x and RANK=x; a number of at least 0 below"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE=two; a number of at least 1"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5; a number of at least 0 below WORLD_SIZE=2"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "b"}, "LOCAL_RANK=b"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR=(not set), MASTER_PORT=(not set)"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "http"}, "PORT=http"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "99999"},
+            "PORT=99999",
+        ),
+    ],
+)
+def test_an_environment_that_makes_no_sense(hf, capfd, monkeypatch, environ, words):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert run.train(RECIPE, flags(hf)) == 2
+    (line,) = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert words in line and "torchrun" in line
+
+
+def test_an_output_directory_that_cannot_be_one(hf, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "logs").write_text("")
+    for place, blame in ((file, file), (file / "deep", file), (tmp_path / "half", "half/logs")):
+        with pytest.raises(UserError, match=f"--output-dir {place}: .*{blame} is a file"):
+            plan(hf, "--output-dir", str(place))
+    # Where tests run as root nothing is forbidden, so the answer of the system is put in its mouth.
+    monkeypatch.setattr(resume.os, "access", lambda path, mode: path != tmp_path)
+    resume.check_output(tmp_path / "new")
+    resume.check_output(tmp_path / "half" / "new", start=True)
+    with pytest.raises(UserError, match=f"{tmp_path} cannot be written to"):
+        resume.check_output(tmp_path / "a" / "b", start=True)
+
+
+def test_without_an_output_directory_nan_does_not_ask_for_one(hf, tmp_path):
+    assert plan(hf).values["rerun_mode"] == "disabled"
+    assert plan(hf, "--output-dir", str(tmp_path / "o")).values["rerun_mode"] != "disabled"
+    upstream = (
+        "Rank 0, node vm, device 1, iteration 3: Unexpected result nan (message='found NaN in "
+        "local grad norm')"
+    )
+    words = _compat.explain(upstream)
+    assert words and "step 3 gave nan on rank 0 (node vm: found NaN in local grad norm)" in words
 
 
 def test_replaced_data_gets_an_index_of_its_own(tmp_path):
