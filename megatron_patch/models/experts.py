@@ -84,6 +84,10 @@ def latent_attention(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
             f"{hf.path}: 'num_key_value_heads' {hf.get('num_key_value_heads')} is not "
             f"'num_attention_heads' {heads}; latent attention has keys and values for every head."
         )
+    if "q_lora_rank" not in hf:
+        raise UserError(
+            f"{hf.path}: 'q_lora_rank' is missing; write null where queries have no low rank."
+        )
     return {
         "multi_latent_attention": True,
         "group_query_attention": False,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_patch.models.registry import get_family
 from megatron_patch.training import args, memory, parallel
 from megatron_patch.util import UserError
 
@@ -84,13 +85,24 @@ def test_parameters_are_those_of_transformers(tmp_path: Path, name: str) -> None
         result = plan(folder)
     except UserError as refused:
         pytest.skip(str(refused))
+    assert result.model is not None
+    content = json.loads((Path(folder) / "config.json").read_text())
+    for key in ("auto_map", "quantization_config"):
+        content.pop(key, None)
+    content["model_type"] = result.model.family
+    (Path(folder) / "config.json").write_text(json.dumps(content))
     config = AutoConfig.from_pretrained(folder)
+    further = len(result.model.mtp)
+    config.num_hidden_layers += further
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert result.model is not None
     padding = result.model.padded_vocab_size - result.model.true_vocab_size
     tables = 1 if result.model.tied else 2
     expected = sum(p.numel() for p in model.parameters()) + padding * tables * config.hidden_size
+    kept = model.state_dict()
+    expected += sum(b.numel() for name, b in model.named_buffers() if name in kept)
+    # Around each layer of MTP: two norms, a projection from both inputs, a last norm.
+    expected += further * (2 * config.hidden_size**2 + 3 * config.hidden_size)
     assert memory.parameters(result.values).total == expected
 
 
@@ -157,6 +169,18 @@ def test_long_context_terms(tmp_path: Path) -> None:
     assert alone.logits == 10 * 131072 * 151936
     masked = plan(model, "--seq-length 131072 --create-attention-mask-in-dataloader")
     assert peak(masked).working - alone.working == 64 * GIB
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_parameters_are_those_of_the_weight_rules(name: str, tmp_path: Path) -> None:
+    """Which Megatron-Core's own model confirms, tensor by tensor, whenever a plan is made."""
+    result = plan(hf(tmp_path, name), "--gbs 64")
+    spec = result.model
+    assert spec is not None
+    shapes = [shape for rule in get_family(spec.family).rules(spec) for shape in rule.shapes]
+    padding = (spec.padded_vocab_size - spec.true_vocab_size) * spec.args["hidden_size"]
+    total = sum(math.prod(shape) for shape in shapes) + padding * (1 if spec.tied else 2)
+    assert memory.parameters(result.values).total == total
 
 
 def test_moe_and_mla_terms(tmp_path: Path) -> None:
