@@ -93,10 +93,11 @@ def with_weights(plan: Plan, argv: Sequence[str]) -> list[str]:
     from megatron_patch.convert import commands
 
     own, words = plan.own, list(argv)
-    if own.init_from or plan.given("load") or plan.values["exit_on_missing_checkpoint"]:
+    checkpoints = os.path.join(own.output_dir or "", "checkpoints")
+    if own.init_from or not own.hf_model or not own.output_dir or has_checkpoint(checkpoints):
         return words
-    if not own.hf_model or not own.output_dir:
-        return words
+    if plan.values["load"] != checkpoints:
+        return words  # --load DIR
     if not any(Path(own.hf_model).glob("*.safetensors")):
         return words
     target = Path(own.output_dir, "init")
@@ -237,6 +238,13 @@ def complete(plan: Plan, train: Rows, valid: Rows | None) -> None:
         values[dest], plan.source[dest] = value, LAUNCH_DEFAULT
 
     assert plan.run is not None
+    if plan.own.init_from is None and plan.values["load"] == os.path.join(
+        plan.own.output_dir or "", "checkpoints"
+    ):
+        plan.notes.append(
+            f"{plan.own.hf_model} holds no weights and no --init-from is given: without a "
+            "checkpoint of its own the run starts from random ones"
+        )
     if valid is None:
         put("eval_iters", 0)
     else:

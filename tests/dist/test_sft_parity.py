@@ -1,0 +1,117 @@
+"""Thirty steps beside TRL's `SFTTrainer`: same weights, samples and order, same losses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+import chat_fixtures as fx
+import text_fixtures
+
+from megatron_patch.training import args, metrics, sft
+from tests.dist.harness import RankServer
+from tests.dist.tiny import MODELS
+
+STEPS, BATCH, RATE = 30, 4, 1e-3
+
+pytestmark = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("trl", "peft", "accelerate")),
+    reason="compares with TRL: pip install trl peft accelerate",
+)
+
+
+def model_directory(folder: Path, kind: str) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fx.model(folder, "marked")
+    config = MODELS[kind] | {"vocab_size": 1520}
+    if kind == "moe":
+        config["router_aux_loss_coef"] = 0.0
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.float().save_pretrained(folder)
+    return folder
+
+
+def chats() -> list[dict[str, Any]]:
+    rows = []
+    for n, text in zip(range(STEPS * BATCH), text_fixtures.corpus() * 9, strict=False):
+        messages = [fx.user(text[: 11 * (n % 17) + 5]), fx.assistant(text[200 : 207 + n % 60])]
+        if n % 3 == 0:
+            messages += [fx.user("and?"), fx.assistant(f"{n}, {text[:9]}")]
+        rows.append({"messages": messages})
+    return rows
+
+
+def flags(model: Path, data: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *("--sft", "--hf-model", str(model), "--data-path", str(data)),
+        *("--output-dir", str(output), "--seq-length", "256", "--no-packing"),
+        *("--global-batch-size", str(BATCH), "--epochs", "1", "--seed", "5"),
+        *("--lr", str(RATE), "--lr-decay-style", "constant", "--warmup-steps", "0"),
+        *more,
+    ]
+
+
+def trl_losses(model: Path, rows: list[dict[str, Any]], output: Path, peft: Any = None) -> Any:
+    """TRL's losses, one a step, and its trainer."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig(
+        output_dir=str(output),
+        assistant_only_loss=True,
+        per_device_train_batch_size=BATCH,
+        max_steps=STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        max_length=None,
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+    )
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        peft_config=peft,
+    )
+    trainer.train()
+    return [h["loss"] for h in trainer.state.log_history if "loss" in h], trainer
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_full_fine_tuning(kind: str, ranks: RankServer, tmp_path: Path) -> None:
+    model, rows = model_directory(tmp_path / "hf", kind), chats()
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    argv = flags(model, data, tmp_path / "run")
+    result = ranks.run("tests.dist.jobs:train", 1, tmp_path / "job", argv=argv, entry="sft")
+    assert result.values == [{"status": 0}], result.logs[0].read_text()[-2000:]
+    ours = [record["lm loss"] for record in metrics.read(tmp_path / "run")]
+
+    made, _ = sft.rows(args.resolve(argv, world_size=1, device="cpu", need_length=False))
+    order = [int(n) for row in range(len(rows)) for n in made.row(row)["samples"]]
+    assert sorted(order) == list(range(len(rows)))
+    theirs, _ = trl_losses(model, [rows[n] for n in order], tmp_path / "trl")
+    assert len(ours) == len(theirs) == STEPS
+    gap = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    print([round(a - b, 6) for a, b in zip(ours, theirs, strict=True)])
+    print(f"{kind}: {ours[0]:.4f} -> {ours[-1]:.4f}, largest difference {gap:.1e}")
+    assert ours[-1] < ours[0] - 0.5
+    assert gap < 1e-3
