@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.convert.rules import (
@@ -21,12 +22,16 @@ from megatron_patch.models.family import (
     Reader,
     padded_vocab_size,
 )
-from megatron_patch.util import UserError
+from megatron_patch.util import Range, UserError
 
 if TYPE_CHECKING:
     from megatron_patch.models.hf_config import HFConfig
 
-_NUMBER = (int, float)
+_POSITIVE = Range(0, above=True)
+#: Sizes that something is made for each of; others end at 32 bits.
+_MOST = MappingProxyType(
+    {"num_hidden_layers": 10_000, "num_experts": 1 << 17, "n_routed_experts": 1 << 17}
+)
 
 #: Keys that record how a file was made or how text is generated.
 INERT: tuple[tuple[str, str], ...] = (
@@ -104,7 +109,7 @@ def decoder(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
             f"{hf.path}: 'num_attention_heads' {heads} is not a multiple of "
             f"'num_key_value_heads' {groups}."
         )
-    head_dim = hf.typed("head_dim", None, int)
+    head_dim = positive(hf, "head_dim") if hf.get("head_dim") is not None else None
     if head_dim is None:
         if hidden % heads:
             raise UserError(
@@ -129,7 +134,7 @@ def common(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
             f"vocabulary padded from {vocab} to {padded} rows (a multiple of {VOCAB_MULTIPLE}, the "
             f"same at every TP); padded rows never enter softmax"
         )
-    std = float(hf.require("initializer_range", _NUMBER))
+    std = hf.number("initializer_range", _POSITIVE)
     notes.append(
         f"initialisation from scratch: std {std:g}; for the last projection of attention and MLP "
         f"Megatron divides it by sqrt(2 * layers), which transformers does not"
@@ -141,11 +146,11 @@ def common(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
         "num_attention_heads": positive(hf, "num_attention_heads"),
         "max_position_embeddings": positive(hf, "max_position_embeddings"),
         "normalization": "RMSNorm",
-        "layernorm_epsilon": float(hf.require("rms_norm_eps", _NUMBER)),
+        "layernorm_epsilon": hf.number("rms_norm_eps", _POSITIVE),
         "swiglu": True,
         "add_bias_linear": False,
         "add_qkv_bias": False,
-        "attention_dropout": float(hf.typed("attention_dropout", 0.0, _NUMBER)),
+        "attention_dropout": hf.number("attention_dropout", Range(0, 1, below=True), 0.0),
         "hidden_dropout": 0.0,
         "init_method_std": std,
         "untie_embeddings_and_output_weights": not hf.typed("tie_word_embeddings", False, bool),
@@ -172,7 +177,7 @@ def moe(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
             f"{hf.path}: 'norm_topk_prob' with 'num_experts_per_tok' 1 makes every gate 1, and the "
             f"router would get no gradient. Set norm_topk_prob to false."
         )
-    coefficient = float(hf.require("router_aux_loss_coef", _NUMBER))
+    coefficient = hf.number("router_aux_loss_coef", Range(0))
     if coefficient:
         notes.append(
             f"load-balancing loss with coefficient {coefficient:g} (router_aux_loss_coef; "
@@ -390,4 +395,7 @@ def positive(hf: HFConfig, key: str) -> int:
     value: int = hf.require(key)
     if value < 1:
         raise UserError(f"{hf.path}: {key!r} is {value}; expected a positive number.")
+    most = _MOST.get(key, (1 << 31) - 1)
+    if value > most:
+        raise UserError(f"{hf.path}: {key!r} is {value}; expected at most {most}.")
     return value

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patch.models.blocks import positive
 from megatron_patch.models.family import LayerSpec, Only, Reader
-from megatron_patch.util import UserError
+from megatron_patch.util import Range, UserError
 
 if TYPE_CHECKING:
     from megatron_patch.models.hf_config import HFConfig
 
-_NUMBER = (int, float)
 
 #: Epsilon of transformers' norm class, which the norms on low-rank projections keep.
 LATENT_NORM_EPSILON = 1e-6
@@ -108,7 +107,7 @@ def experts(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
             f"{hf.path}: 'num_experts_per_tok' {top_k} exceeds 'n_routed_experts' {routed}."
         )
     width = positive(hf, "moe_intermediate_size")
-    scale = float(hf.require("routed_scaling_factor", _NUMBER))
+    scale = hf.number("routed_scaling_factor", Range(0, above=True))
     if not 0 < scale < float("inf"):
         raise UserError(f"{hf.path}: 'routed_scaling_factor' is {scale}; expected above 0.")
     sparse = [int(layer.mlp == "moe") for layer in layers("gqa")(hf)]
@@ -200,7 +199,7 @@ def groups_by_best(best: int) -> Callable[[HFConfig], int | None]:
 
 def balancing_loss(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     """The balancing loss of the models' own code; transformers has none."""
-    coefficient = float(hf.typed("aux_loss_alpha", 0.0, _NUMBER))
+    coefficient = hf.number("aux_loss_alpha", Range(0), 0.0)
     by_sequence = hf.typed("seq_aux", True, bool)
     if coefficient:
         notes.append(

@@ -168,7 +168,11 @@ class ModelFamily:
         )
 
     def _refuse_unsupported(self, hf: HFConfig) -> None:
-        for name in hf.get("architectures", []):
+        for name in hf.typed("architectures", [], list):
+            if not isinstance(name, str):
+                raise UserError(
+                    f"{hf.path}: 'architectures' holds {name!r}; expected names of classes."
+                )
             if not name.endswith(("ForCausalLM", "Model")):
                 raise UserError(
                     f"{hf.path}: 'architectures' names {name}, which has another head than a "

@@ -9,7 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_patch.util import UserError
+from megatron_patch.util import Range, UserError
+
+#: Whatever a number means, it is finite and fits 64 bits.
+_NUMBER = Range(-(1 << 63), (1 << 63) - 1)
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,43 @@ class HFConfig:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join(k.__name__ for k in kinds)
-            raise UserError(f"{self.path}: {key!r} is {value!r}; expected {expected}.")
+            raise UserError(f"{self.path}: {key!r} is {_short(value)}; expected {expected}.")
+        if not isinstance(value, bool) and isinstance(value, int | float):
+            self._within(key, value, _NUMBER)
         return value
+
+    def number(self, key: str, within: Range, default: float | None = None) -> float:
+        """A number in a range, as `require` (without a default) or `typed` (with one) find it.
+
+        Raises:
+            UserError: It is absent without a default, no number, not finite, or out of range.
+        """
+        kinds = (int, float)
+        value = self.require(key, kinds) if default is None else self.typed(key, default, kinds)
+        self._within(key, value, within)
+        return float(value)
+
+    def _within(self, key: str, value: float, within: Range) -> None:
+        if needed := within.wanted(value):
+            raise UserError(f"{self.path}: {key!r} is {_short(value)}; expected {needed}.")
+
+
+def _short(value: object) -> str:
+    """A value for a message, which thousands of digits would drown."""
+    if isinstance(value, int) and abs(value) >= 1 << 200:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a key that stands twice is a mistake, of which JSON readers keep the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key in found if sum(key == k for k, _ in pairs) > 1)
+        values = " and ".join(_short(v) for k, v in pairs if k == twice)
+        raise ValueError(f"{twice!r} stands more than once, as {values}; keep one")
+    return found
 
 
 def load_config(hf_dir: str | Path) -> HFConfig:
@@ -142,13 +180,33 @@ def load_config(hf_dir: str | Path) -> HFConfig:
             f"config.json; a model of a hub has to be downloaded first."
         )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
         raise UserError(
             f"{path.parent}: no config.json in it. Point --hf-model to a directory that has one."
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}.") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply. Restore the original file.") from None
+    except ValueError as error:
+        # Not UTF-8, not JSON, or an integer of more digits than Python reads.
         raise UserError(f"{path}: not valid JSON ({error}). Restore the original file.") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: holds a JSON {type(data).__name__}, not an object.")
     return HFConfig(data, path)
+
+
+def largest_token(hf_dir: str | Path) -> int | None:
+    """The largest id of the ``tokenizer.json`` in a directory; None without a readable one."""
+    import orjson
+
+    try:
+        data = orjson.loads((Path(hf_dir) / "tokenizer.json").read_bytes())
+        vocabulary = data["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return max(
+            int(i) for i in [*ids, *(token["id"] for token in data.get("added_tokens") or [])]
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # the tools that use a tokenizer say what is wrong with it

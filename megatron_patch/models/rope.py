@@ -16,10 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.util import UserError
+from megatron_patch.util import Range, UserError
 
 if TYPE_CHECKING:
     from megatron_patch.models.hf_config import HFConfig
+
+#: No length, factor or base is larger; beyond it powers of the base overflow.
+_LARGEST = 1e18
 
 #: Keys of a rope dictionary that each type reads, beside its name and base. Others are refused.
 _KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -129,7 +132,7 @@ def read_rope(
         )
     rope_type = found.pop("rope_type", None) or "default"
     table = dict(_KEYS)
-    if rope_type not in table:
+    if not isinstance(rope_type, str) or rope_type not in table:
         raise UserError(
             f"{hf.path}: rope type {rope_type!r} in {name!r} is not supported; "
             f"there are {', '.join(table)}."
@@ -173,9 +176,10 @@ def _agree(hf: HFConfig, found: dict[str, Any], key: str, value: Any, one: str, 
 
 
 def _number(hf: HFConfig, key: str, value: Any, minimum: float) -> float:
-    # A JSON NaN compares false with everything.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= minimum:
-        raise UserError(f"{hf.path}: {key!r} is {value!r}; expected a number >= {minimum:g}.")
+    if Range(minimum, _LARGEST).wanted(value):
+        raise UserError(
+            f"{hf.path}: {key!r} is {value!r:.60}; expected a number >= {minimum:g} and finite."
+        )
     return float(value)
 
 

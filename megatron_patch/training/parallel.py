@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch.data import blend
+from megatron_patch.models.hf_config import largest_token
 from megatron_patch.models.rope import is_plain
 from megatron_patch.training import memory
 from megatron_patch.training.args import (
@@ -513,6 +514,7 @@ def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Repo
             f"half speed; use --padded-vocab-size {math.ceil(vocabulary / 128) * 128}"
         )
     (refusals if start else warnings).extend(data_problems(plan))
+    warnings += _tokenizer_warnings(plan)
     try:
         stages = _memory(plan, values, plan.world_size)
         sent = memory.traffic(values, plan.world_size)
@@ -541,6 +543,17 @@ def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Repo
         sent,
         plan.device,
     )
+
+
+def _tokenizer_warnings(plan: Plan) -> Iterator[str]:
+    if plan.model is None or plan.own.hf_model is None:
+        return
+    largest, known = largest_token(plan.own.hf_model), plan.model.true_vocab_size
+    if largest is not None and largest >= known:
+        yield (
+            f"the tokenizer of {plan.own.hf_model} has ids up to {largest}, but vocab_size in its "
+            f"config.json is {known}: data with one of them is refused in the step that reads it"
+        )
 
 
 def data_problems(plan: Plan) -> Iterator[str]:

@@ -18,7 +18,10 @@ from check_family import resolve
 
 from megatron_patch.models import registry
 from megatron_patch.models.family import ALIASES, ModelFamily, padded_vocab_size
+from megatron_patch.models.hf_config import HFConfig
 from megatron_patch.models.registry import families, get_family, load_config
+from megatron_patch.models.rope import inv_freq
+from megatron_patch.training.flags import number_problem
 from megatron_patch.util import UserError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
@@ -70,6 +73,60 @@ def test_a_real_config_gives_the_published_parameter_count(name):
     shapes = [s for rule in get_family(spec.family).rules(spec) for s in rule.shapes]
     assert sum(math.prod(shape) for shape in shapes) == PARAMETERS[name]
     assert json.loads(json.dumps(spec.args)) == spec.args
+
+
+BAD = (
+    *(None, True, False, -1, 0, 3, 10**30, 10**400, 0.5, 1.5, -0.5, math.nan, math.inf, "", "x"),
+    *([], [1], ["a"], [None], {}, {"a": 1}),
+)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_every_field_with_every_bad_value(family):
+    """A message that names the file, or a model of finite sizes in their ranges; no traceback."""
+
+    def fields(config, above=()):
+        for key, value in config.items():
+            yield (*above, key)
+            if isinstance(value, dict):
+                yield from fields(value, (*above, key))
+
+    def changed(config, path, value):
+        inner = value if len(path) == 1 else changed(config[path[0]], path[1:], value)
+        return {**config, path[0]: inner}
+
+    config, found = TINY[family], get_family(family)
+    more = [(k,) for k in ("architectures", "eos_token_id", "rope_scaling", "layer_types")]
+    for path in [*fields(config), *more]:
+        for bad in BAD:
+            try:
+                spec = found.resolve(HFConfig(changed(config, path, bad), Path("config.json")))
+            except UserError as error:
+                message = str(error)
+                assert len(message) < 1000, (path, bad)
+                assert "config.json" in message or path == ("model_type",), (path, bad)
+                continue
+            assert all(number_problem(d, v) is None for d, v in spec.args.items()), (path, bad)
+            assert all(map(math.isfinite, inv_freq(spec.rope))), (path, bad)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"model_type": "qwen3", "vocab_size": ' + b"9" * 5000 + b"}", "4300 digits"),
+        (b'{"model_type": "\xff"}', "utf-8"),
+        (b'{"a": 1, "a": 2}', "'a' stands more than once, as 1 and 2"),
+        (b'{"a": {"b": 1, "b": 1}}', "'b' stands more than once"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[1]", "a JSON list, not an object"),
+        (b"", "not valid JSON"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path, content, words):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=words) as caught:
+        load_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_every_fixture_is_counted():

@@ -554,3 +554,17 @@ def test_cpu_device(tmp_path: Path) -> None:
     report = parallel.check(plan(hf(tmp_path, "qwen3-0.6b"), "--gbs 8", device="cpu", world_size=1))
     assert report.memory is not None
     assert report.memory.optimizer == 8 * report.parameters["total"]  # fp32: no second master
+
+
+@pytest.mark.parametrize("shape", ["dict", "list"])
+def test_a_tokenizer_with_more_ids_than_the_model_is_warned_about(
+    tmp_path: Path, shape: str
+) -> None:
+    model = hf(tmp_path, vocab_size=500)
+    for largest, warned in ((499, False), (500, True)):
+        words = {str(i): i for i in range(300)}
+        vocabulary = words if shape == "dict" else [[w, 0.0] for w in words]
+        content = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": largest}]}
+        (Path(model) / "tokenizer.json").write_text(json.dumps(content))
+        warnings = parallel.check(plan(model)).warnings
+        assert any("ids up to 500" in w and "is 500" in w for w in warnings) is warned
