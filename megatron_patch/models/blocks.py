@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.convert.rules import (
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
 
 _POSITIVE = Range(0, above=True)
 #: Sizes that something is made for each of; others end at 32 bits.
-_MOST = MappingProxyType(
-    {"num_hidden_layers": 10_000, "num_experts": 1 << 17, "n_routed_experts": 1 << 17}
-)
+_MOST = (("num_hidden_layers", 10_000), ("num_experts", 1 << 17), ("n_routed_experts", 1 << 17))
 
 #: Keys that record how a file was made or how text is generated.
 INERT: tuple[tuple[str, str], ...] = (
@@ -395,7 +392,7 @@ def positive(hf: HFConfig, key: str) -> int:
     value: int = hf.require(key)
     if value < 1:
         raise UserError(f"{hf.path}: {key!r} is {value}; expected a positive number.")
-    most = _MOST.get(key, (1 << 31) - 1)
+    most = dict(_MOST).get(key, (1 << 31) - 1)
     if value > most:
         raise UserError(f"{hf.path}: {key!r} is {value}; expected at most {most}.")
     return value
