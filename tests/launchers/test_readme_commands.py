@@ -35,7 +35,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("readme")
     demo.prepare(folder / "input")
     (folder / "hosts").write_text("node-a\nnode-b\n")
-    lines = [json.dumps({"text": f"document {i} " * 20}) for i in range(20)]
+    lines = [json.dumps({"text": f"document {i} " * 200}) for i in range(20)]
     (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
     return {
         "MODEL": str(folder / "input" / "model"),
