@@ -84,12 +84,14 @@ def model_config(
 
     def before_wrapping(stages: list[Any]) -> list[Any]:
         from megatron_patch.models.rope import apply_rope
+        from megatron_patch.training.mtp import weigh_by_main_targets
 
         for stage in stages:
             if spec is not None:
                 apply_rope(stage, spec.rope)
                 mask_padded_vocab(stage, spec.true_vocab_size)
                 _add_details(stage, spec)
+            weigh_by_main_targets(stage)
             stage.fused_loss = None
             if linear_cross_entropy:
                 from megatron_patch.ops import linear_cross_entropy as fused
