@@ -11,9 +11,10 @@ same samples in a pack.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def weigh_by_main_targets(stage: Any) -> None:
