@@ -166,10 +166,11 @@ class LinearCrossEntropy(torch.autograd.Function):
                 if fuse
                 else torch.zeros_like(weight_VH, dtype=torch.float32)
             )
+        logits = hidden_NH.new_empty(min(n, step), rows)  # one buffer for every chunk
         for lo in range(0, n, step):
             part = slice(lo, min(n, lo + step))
             h, labels = hidden_NH[part], labels_N[part]
-            x = h @ weight_VH.t()
+            x = torch.mm(h, weight_VH.t(), out=logits[: h.shape[0]])
             top, total, hit = _stats(x, labels, first, valid)
             if group is not None and group.size() > 1:
                 highest = top.clone()

@@ -46,7 +46,7 @@ def test_losses_and_gradients(
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
+    return float((found.detach().double() - expected.detach()).norm() / expected.detach().norm())
 
 
 def test_logits_are_never_all_there() -> None:

@@ -211,11 +211,8 @@ def peer(options: argparse.Namespace) -> int:
 
 def kernels(folder: Path, rows: int = 25) -> list[tuple[float, int, str]]:
     """Milliseconds, calls and name of the kernels that took longest in a profiled step."""
-    traces = sorted(folder.rglob("*.pt.trace.json*"))
-    if not traces:
-        return []
-    opener = gzip.open if traces[0].suffix == ".gz" else open
-    with opener(traces[0], "rt") as source:
+    trace = folder / "torch_profile" / "rank-0.json.gz"  # where Megatron-Core writes it
+    with gzip.open(trace, "rt") as source:
         events = json.load(source)["traceEvents"]
     spent: dict[str, list[float]] = defaultdict(list)
     for event in events:
