@@ -223,8 +223,16 @@ def plan_import(
     repeated = {name: of for name, of in rules.copies(spec).items() if name in given}
     given -= set(repeated)
     skipped += [Skipped(n, stored[n].nbytes, f"the same as {of}") for n, of in repeated.items()]
+    off = rules.turned_off(spec, given)
+    given -= off
+    if off:
+        size = sum(stored[name].nbytes for name in off)
+        why = "num_nextn_predict_layers is 0 in config.json"
+        skipped.append(
+            Skipped(f"layers for multi-token prediction ({len(off)} tensors)", size, why)
+        )
     named = {name for rule in all_rules for name in rule.hf}
-    rules.refuse_differences(f"{folder}", given, named)
+    rules.refuse_differences(f"{folder}", given, named, rules.no_mtp(spec, given))
     for rule in all_rules:
         for name, shape in zip(rule.hf, rule.shapes, strict=True):
             _same_shape(f"{stored[name].path}: {name}", stored[name].shape, shape)

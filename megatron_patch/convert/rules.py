@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -190,8 +190,8 @@ def to_megatron(
     expected = {name for rule in rules for name in rule.hf}
     found = {name: original for name, original in copies(spec).items() if name in given}
     _check_copies(hf_tensors, found)
-    given -= set(found)
-    refuse_differences("the Hugging Face checkpoint", given, expected)
+    given -= set(found) | turned_off(spec, given)
+    refuse_differences("the Hugging Face checkpoint", given, expected, no_mtp(spec, given))
     for rule in rules:
         parts = tuple(hf_tensors[name] for name in rule.hf)
         for name, part, shape in zip(rule.hf, parts, rule.shapes, strict=True):
@@ -289,6 +289,31 @@ def copies(spec: ModelSpec) -> dict[str, str]:
     return dict(tied + get_family(spec.family).copies(spec))
 
 
+def turned_off(spec: ModelSpec, names: Iterable[str]) -> set[str]:
+    """Names of layers for multi-token prediction in files of a model that is to have none.
+
+    That is a choice (``num_nextn_predict_layers`` 0), not a mistake; such a layer is known by its
+    projection of two inputs.
+    """
+    if spec.mtp:
+        return set()
+    names = set(names)
+    marks = (re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names)
+    layers = tuple(m[1] for m in marks if m and int(m[2]) >= len(spec.layers))
+    return {name for name in names if name.startswith(layers)} if layers else set()
+
+
+def no_mtp(spec: ModelSpec, given: Collection[str]) -> str:
+    """A remedy where files lack every layer for multi-token prediction; else nothing."""
+    own = {n for rule in spec_rules(spec) if rule.name.startswith("mtp.") for n in rule.hf}
+    if not own or own & set(given):
+        return ""
+    return (
+        " None of the layers for multi-token prediction is there, as in files that transformers "
+        "saved: set num_nextn_predict_layers to 0 in config.json to train without them."
+    )
+
+
 def copy_differs(name: str, original: str) -> str:
     """What to tell a user whose files hold two versions of a tensor that a model has once."""
     if name == HEAD:
@@ -310,7 +335,7 @@ def _check_copies(hf_tensors: Mapping[str, Tensor], found: Mapping[str, str]) ->
             raise UserError(copy_differs(name, original))
 
 
-def refuse_differences(what: str, given: set[str], expected: set[str]) -> None:
+def refuse_differences(what: str, given: set[str], expected: set[str], hint: str = "") -> None:
     """Refuse names that ``what`` lacks or holds beyond what its config says.
 
     Raises:
@@ -322,7 +347,7 @@ def refuse_differences(what: str, given: set[str], expected: set[str]) -> None:
         holds = f"holds {len(extra)} tensors too many ({_some(extra)})" if extra else ""
         raise UserError(
             f"{what} does not match config.json: it {' and '.join(filter(None, (lacks, holds)))}. "
-            f"Check that the weights and config.json are of the same model."
+            f"Check that the weights and config.json are of the same model.{hint}"
         )
 
 

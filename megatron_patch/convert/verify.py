@@ -153,7 +153,7 @@ def _compare_names(
     outcome: Outcome,
 ) -> None:
     expected = {name for rule in every for name in rule.hf}
-    optional = set(rules.copies(spec))
+    optional = set(rules.copies(spec)) | rules.turned_off(spec, stored)
     for name in sorted(expected - set(stored)):
         outcome.findings.append(Finding(name, "missing from the Hugging Face files"))
     for name in sorted(set(stored) - expected - optional):

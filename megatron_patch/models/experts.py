@@ -63,6 +63,7 @@ def stored_weights(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
         "weight_block_size": ([128, 128],),
         "fmt": ("e4m3", None),
         "activation_scheme": ("dynamic", None),
+        "scale_fmt": ("ue8m0", None),  # powers of two, stored as float32
     }
     if found is None:
         return {}

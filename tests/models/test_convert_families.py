@@ -5,6 +5,7 @@ Files are bfloat16 with float32 biases, as published ones are, and repeat what M
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,21 @@ def test_a_copy_that_differs_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert to_megatron(tmp_path / "hf", tmp_path / "mcore") == 2
     assert f"{name} differs from lm_head.weight" in capsys.readouterr().err
     assert not (tmp_path / "mcore" / "release").exists()
+
+
+def test_layers_for_mtp_may_be_left_out_by_config(tmp_path: Path, capsys: Any) -> None:
+    given = write(tmp_path / "hf", CONFIGS["deepseek_v3"])
+    config = CONFIGS["deepseek_v3"] | {"num_nextn_predict_layers": 0}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    assert to_megatron(tmp_path / "hf", tmp_path / "mcore") == 0
+    off = [name for name in given if name.startswith(("model.layers.3.", "model.layers.4."))]
+    assert f"layers for multi-token prediction ({len(off)} tensors)" in capsys.readouterr().out
+    assert to_hf(tmp_path / "mcore", tmp_path / "back") == 0
+    assert same({n: t for n, t in given.items() if n not in off}, load(tmp_path / "back"))
+
+
+def test_files_that_transformers_saved_lack_mtp(tmp_path: Path, capsys: Any) -> None:
+    tensors = write(tmp_path / "hf", CONFIGS["glm4_moe"])
+    save(tmp_path / "hf", {n: t for n, t in tensors.items() if "layers.3." not in n})
+    assert to_megatron(tmp_path / "hf", tmp_path / "mcore") == 2
+    assert "set num_nextn_predict_layers to 0" in capsys.readouterr().err
