@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -71,11 +72,15 @@ class Part:
     required: bool = False
 
 
-def _extra(name: str) -> str:
-    return f"pip install 'megatron-patch[{name}]'"
+def _install(extra: str = "", *options: str) -> str:
+    """The pip line for this project, which is installed from its checkout and on no index."""
+    root = Path(__file__).resolve().parents[1]
+    here = (root / "pyproject.toml").is_file()
+    place = shlex.quote((str(root) if here else ".") + (f"[{extra}]" if extra else ""))
+    return " ".join(["pip install", *options, "-e", place]) + ("" if here else " in the checkout")
 
 
-_PLAIN = "pip install megatron-patch"
+_PLAIN = _install()
 
 PARTS: tuple[Part, ...] = (
     Part("megatron-core", "megatron-core", "megatron.core", "everything", _PLAIN, True),
@@ -86,13 +91,13 @@ PARTS: tuple[Part, ...] = (
     Part("sentencepiece", "sentencepiece", "sentencepiece", "*.model tokenizers", _PLAIN, True),
     Part("numpy", "numpy", "numpy", "everything", _PLAIN, True),
     Part("triton", "triton", "triton", "fused GPU kernels of torch and fla", "comes with torch"),
-    Part("gigatoken", "gigatoken", "gigatoken", "the fastest preprocessing", _extra("fast")),
+    Part("gigatoken", "gigatoken", "gigatoken", "the fastest preprocessing", _install("fast")),
     Part(
         "flash-linear-attention",
         "flash-linear-attention",
         "fla",
         "Gated DeltaNet layers (Qwen3-Next, Qwen3.5)",
-        _extra("fla"),
+        _install("fla"),
     ),
     Part("tiktoken", "tiktoken", "tiktoken", "tiktoken vocabularies", "pip install tiktoken"),
     Part("zstandard", "zstandard", "zstandard", "reading *.zst text", "pip install zstandard"),
@@ -117,7 +122,7 @@ GPU_PARTS: tuple[Part, ...] = (
         "transformer_engine",
         "FP8, fused attention and layers at full speed (without: this library's torch modules)",
         # Its torch part is compiled against the torch that is installed.
-        "pip install --no-build-isolation 'megatron-patch[te-{cuda}]'",
+        _install("te-{cuda}", "--no-build-isolation"),
     ),
     Part(
         "flash-attn",

@@ -213,8 +213,15 @@ def start(
         out.write(f"\n=== {stamp} {world.line()}\n=== {command.shell()}\n")
     if world.leads:
         print(f"text log: {log}", flush=True)
+        print(
+            "starting: imports, data index and model come before the first step, which may take a "
+            "minute",
+            flush=True,
+        )
     outcome = supervise(command, environ, log)
-    if outcome.status:
+    if outcome.interrupted:
+        print(f"interrupted; the whole text is in {log}", flush=True)
+    elif outcome.status:
         cause = f": {outcome.error}" if outcome.error else ""
         print(
             f"error: node {world.node_rank} ended with status {outcome.status}{cause}\n"

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,13 +107,56 @@ class Outcome:
     status: int
     #: The last ``error: ...`` line of its output, which torchrun's report may have buried.
     error: str | None
+    #: Whether somebody pressed Ctrl-C (or sent SIGINT).
+    interrupted: bool = False
+
+
+#: What torchrun says about itself, and what its last word begins with: how a rank ended. After it
+#: come a traceback of torchrun's own and a frame around the same figures.
+_TORCHRUN = re.compile(rb"[WE]\d{4} .*torch/distributed/(elastic/|run\.py)")
+_RANK_ENDED = re.compile(rb"E\d{4} .*torch/distributed/elastic/.*failed \(exitcode: (-?\d+)\)")
+
+
+class _Console:
+    """The child's output for the terminal; the log keeps what is left out here.
+
+    Left out is torchrun's talk about processes, and after Ctrl-C everything but our own lines.
+    """
+
+    def __init__(self, interrupted: Callable[[], bool]) -> None:
+        self._interrupted = interrupted
+        self._rest = b""
+        #: Status of the rank that ended the others, as torchrun gives it.
+        self.rank_status: int | None = None
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The part of ``chunk``, and of lines begun before it, that is to be shown."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        shown = b"".join(line + b"\n" for line in lines if self._show(line))
+        # A progress bar is a line without an end: it is shown at once, unless it may be torchrun's.
+        if self._rest and not self._rest.startswith((b"W", b"E")) and self._show(self._rest):
+            shown, self._rest = shown + self._rest, b""
+        return shown
+
+    def end(self) -> bytes:
+        """What is left once the output has ended."""
+        return self._rest if self._rest and self._show(self._rest) else b""
+
+    def _show(self, line: bytes) -> bool:
+        ended = _RANK_ENDED.match(line)
+        if ended and self.rank_status is None:
+            self.rank_status = int(ended[1])
+        if self.rank_status is not None or _TORCHRUN.match(line):
+            return False
+        return not self._interrupted() or line.startswith((b"> ", b"error: "))
 
 
 def supervise(command: Command, environ: Mapping[str, str], log: Path | None) -> Outcome:
     """Run ``command``, copy its output to stdout and append it to ``log``.
 
     The child gets its own process group and every terminating signal that reaches this process, so
-    a scheduler's notice, Ctrl-C and ``kill`` all act the same. Killed by signal N gives 128 + N.
+    a scheduler's notice, Ctrl-C and ``kill`` all act the same. Killed by signal N gives 128 + N;
+    a rank's own status comes through torchrun, which has none but 1.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -127,6 +170,7 @@ def supervise(command: Command, environ: Mapping[str, str], log: Path | None) ->
     previous = {number: signal.signal(number, forward) for number in handled}
     sink = log.open("ab", buffering=0) if log is not None else None
     tail = bytearray()
+    console = _Console(lambda: signal.SIGINT in received)
     try:
         child = subprocess.Popen(
             command.argv,
@@ -147,11 +191,15 @@ def supervise(command: Command, environ: Mapping[str, str], log: Path | None) ->
                     sink.write(chunk)
                 tail.extend(chunk)
                 del tail[:-_TAIL_BYTES]
-                try:
-                    sys.stdout.buffer.write(chunk)
-                    sys.stdout.buffer.flush()
-                except (BrokenPipeError, ValueError):
-                    pass  # nobody reads the terminal any more; the log still does
+                show(console.feed(chunk))
+            show(console.end())
+
+        def show(text: bytes) -> None:
+            try:
+                sys.stdout.buffer.write(text)
+                sys.stdout.buffer.flush()
+            except (BrokenPipeError, ValueError):
+                pass  # nobody reads the terminal any more; the log still does
 
         reader = threading.Thread(target=copy, daemon=True)
         reader.start()
@@ -164,4 +212,10 @@ def supervise(command: Command, environ: Mapping[str, str], log: Path | None) ->
         if sink is not None:
             sink.close()
     errors = re.findall(r"^(?:\[[^\]]*\]:?\s*)?error: (.+)$", tail.decode(errors="replace"), re.M)
-    return Outcome(128 - status if status < 0 else status, errors[-1] if errors else None)
+    interrupted = signal.SIGINT in received
+    if status == 1 and interrupted:
+        status = -signal.SIGINT  # torchrun ends by an exception of its own
+    elif status == 1 and console.rank_status is not None:
+        status = console.rank_status  # torchrun knows 1 only
+    status = 128 - status if status < 0 else status
+    return Outcome(status, errors[-1] if errors else None, interrupted)

@@ -52,15 +52,13 @@ class Recorder:
         self.rank, self.world_size, self.pipeline, self.echo = rank, world_size, pipeline, echo
         #: Last step of this process, None before the first.
         self.iteration: int | None = None
+        #: Evaluation -> step of its last record.
+        self._evaluated: dict[str, int] = {}
         self._file: IO[bytes] | None = None
         if path is not None and rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(path)
             self._file = open(path, "ab")  # noqa: SIM115 - lives as long as the run
-        self._last = time.perf_counter()
-
-    def start(self) -> None:
-        """The clock of the first step."""
         self._last = time.perf_counter()
 
     def _to_rank_0(self, losses: dict[str, Any]) -> dict[str, float]:
@@ -105,7 +103,10 @@ class Recorder:
     def evaluation(self, iteration: int, name: str, losses: dict[str, Any]) -> None:
         """Record an evaluation."""
         values = self._to_rank_0(losses)
-        if self.rank == 0:
+        # Upstream evaluates after the last step once more where that step has just been evaluated.
+        again = self._evaluated.get(name) == iteration
+        self._evaluated[name] = iteration
+        if self.rank == 0 and not again:
             self._write({"iteration": iteration, "evaluation": name, **values})
         self._last = time.perf_counter()
 

@@ -242,7 +242,8 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
-        print("> interrupted; the same command goes on from the last checkpoint", flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print("> interrupted; the same command goes on from the last checkpoint", flush=True)
         return 130
 
 
@@ -253,7 +254,8 @@ def _quiet() -> None:
     for category in (UserWarning, FutureWarning, DeprecationWarning, SyntaxWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\b")
     warnings.filterwarnings(
-        "ignore", message=".*(Apex|Transformer Engine|CPU RNG state|Please use DTensor)"
+        "ignore",
+        message=".*(Apex|Transformer Engine|CPU RNG state|Please use DTensor|Triton is not supp)",
     )
 
 

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_patch import _compat, info
 
+ROOT = Path(__file__).resolve().parents[2]
 TE_META = (
     "RuntimeError: Found empty `transformer-engine` meta package installed. Install "
     "`transformer-engine` with framework extensions"
@@ -232,6 +234,6 @@ def test_missing_parts_name_what_they_are_for(monkeypatch):
     )
     report = info.gather()
     missing = {part["name"]: part for part in report["missing"]}
-    assert missing["gigatoken"]["remedy"] == "pip install 'megatron-patch[fast]'"
+    assert missing["gigatoken"]["remedy"] == f"pip install -e '{ROOT}[fast]'"
     assert "Qwen3-Next" in missing["flash-linear-attention"]["for"]
-    assert "megatron-patch[fla]" in "\n".join(info._lines(report))
+    assert f"pip install -e '{ROOT}[fla]'" in "\n".join(info._lines(report))

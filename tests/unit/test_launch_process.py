@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patch.launch.flags import Flags
-from megatron_patch.launch.process import Command, build_command, supervise
+from megatron_patch.launch.process import Command, _Console, build_command, supervise
 from megatron_patch.launch.world import Machine, World
 
 MACHINE = Machine(cores=12, gpus=0)
@@ -140,3 +140,66 @@ def test_the_error_line_is_found_below_other_output() -> None:
     code = "print('[rank0]: error: too long'); print('Traceback\\n' * 2000); raise SystemExit(1)"
     outcome = supervise(Command((sys.executable, "-c", code), {}), os.environ, None)
     assert (outcome.status, outcome.error) == (1, "too long")
+
+
+TORCHRUN = (
+    "W1201 02:11:12.475000 5505 torch/distributed/run.py:1] Setting OMP_NUM_THREADS\n"
+    "error: no such data\n"
+    "W1201 02:11:12.475000 5505 torch/distributed/elastic/agent/server/api.py:739] Sending 15\n"
+    "late words of a rank\n"
+    "E1201 02:11:12.475000 5505 torch/distributed/elastic/multiprocessing/api.py:986] failed "
+    "(exitcode: 2) local_rank: 0 (pid: 7) of binary: python\n"
+    "Traceback (most recent call last):\n"
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+    "=====\n"
+)
+
+
+def test_torchruns_report_stays_in_the_log_and_the_ranks_status_counts(
+    tmp_path: Path, capfdbinary
+) -> None:
+    log = tmp_path / "log"
+    code = f"import sys; sys.stdout.write({TORCHRUN!r}); sys.exit(1)"
+    outcome = supervise(Command((sys.executable, "-c", code), {}), os.environ, log)
+    assert (outcome.status, outcome.error) == (2, "no such data")
+    assert capfdbinary.readouterr().out == b"error: no such data\nlate words of a rank\n"
+    assert log.read_text() == TORCHRUN
+
+
+def test_lines_are_told_apart_wherever_the_pipe_cuts_them() -> None:
+    for size in (1, 7, 100):
+        console = _Console(lambda: False)
+        pieces = [TORCHRUN.encode()[i : i + size] for i in range(0, len(TORCHRUN), size)]
+        shown = b"".join([*map(console.feed, pieces), console.end()])
+        assert shown == b"error: no such data\nlate words of a rank\n", size
+        assert console.rank_status == 2
+    assert _Console(lambda: False).feed(b"10%\r20%") == b"10%\r20%", "a bar is shown at once"
+
+
+def test_after_ctrl_c_only_our_own_lines_are_shown(tmp_path: Path) -> None:
+    child = (
+        "import signal, sys, time\n"
+        "def stop(*_):\n"
+        "    print('> saved', flush=True)\n"
+        "    raise RuntimeError('torchrun')\n"
+        "signal.signal(signal.SIGINT, stop)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    launcher = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from megatron_patch.launch.process import Command, supervise\n"
+        f"command = Command((sys.executable, '-c', {child!r}), {{}})\n"
+        "outcome = supervise(command, os.environ, Path('log'))\n"
+        "sys.exit(outcome.status if outcome.interrupted else 99)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert process.stdout.read() == "> saved\n"
+    assert "RuntimeError" in (tmp_path / "log").read_text()

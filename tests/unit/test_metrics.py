@@ -33,7 +33,6 @@ def test_a_step_is_one_line_on_disk_at_once(tmp_path):
 
     path = tmp_path / "run" / "metrics.jsonl"
     writer = recorder(path, world_size=4)
-    writer.start()
     writer.step(
         7,
         {"lm loss": torch.tensor([30.0, 12.0]), "load_balancing_loss": torch.tensor(0.25)},
@@ -54,6 +53,20 @@ def test_a_step_is_one_line_on_disk_at_once(tmp_path):
     )
     writer.close()
     writer.close()
+
+
+def test_the_last_step_is_evaluated_twice_and_recorded_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = recorder(path)
+    for step, name in ((2, "validation"), (4, "validation"), (4, "validation"), (4, "test")):
+        writer.evaluation(step, name, {"lm loss": 1.0})
+    writer.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["iteration"], r["evaluation"]) for r in rows] == [
+        (2, "validation"),
+        (4, "validation"),
+        (4, "test"),
+    ]
 
 
 def test_no_token_is_no_division_by_zero(tmp_path):
