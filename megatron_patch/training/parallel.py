@@ -718,24 +718,30 @@ class Candidate:
 
     def words(self) -> str:
         """The layout as flags."""
-        names = {
-            "tensor_model_parallel_size": "--tp",
-            "pipeline_model_parallel_size": "--pp",
-            "context_parallel_size": "--cp",
-            "expert_model_parallel_size": "--ep",
-            "micro_batch_size": "--mbs",
-        }
-        out = [f"{flag} {self.change[dest]}" for dest, flag in names.items()]
-        if self.change["recompute_granularity"]:
-            out.append("recompute full")
-        return " ".join(out)
+        return _words(self.change)
+
+
+def _words(change: Mapping[str, Any]) -> str:
+    names = {
+        "tensor_model_parallel_size": "--tp",
+        "pipeline_model_parallel_size": "--pp",
+        "context_parallel_size": "--cp",
+        "expert_model_parallel_size": "--ep",
+        "micro_batch_size": "--mbs",
+    }
+    out = [f"{flag} {change[dest]}" for dest, flag in names.items()]
+    if change["recompute_granularity"]:
+        out.append("recompute full")
+    return " ".join(out)
 
 
 def _powers(most: int) -> list[int]:
     return [d for d in range(1, most + 1) if most % d == 0 and (d & (d - 1) == 0 or d == most)]
 
 
-def candidates(plan: Plan) -> list[Candidate]:
+def candidates(
+    plan: Plan, rejected: list[tuple[tuple[str, ...], int, str]] | None = None
+) -> list[Candidate]:
     """Every layout that divides and fits, the one that loses least first.
 
     Sizes that the user gave stay. A step loses: tensor and expert traffic over the link that the
@@ -743,6 +749,11 @@ def candidates(plan: Plan) -> list[Candidate]:
     longer than the attention beside which it runs, data traffic as far as it is longer than one
     micro batch; the pipeline's waiting, ``(pp - 1) / (v m)`` of the compute; a third of the
     compute where all layers are recomputed.
+
+    Args:
+        plan: What is given.
+        rejected: Filled with every other layout: its refusals (none: it is too large), its memory
+            in bytes, and its words.
     """
     values = plan.values
     world = plan.world_size
@@ -788,8 +799,10 @@ def candidates(plan: Plan) -> list[Candidate]:
             if moe and not plan.given("expert_tensor_parallel_size"):
                 trial["expert_tensor_parallel_size"] = 1
             candidate = _judge(plan, change, trial, limit, per_node)
-            if candidate:
+            if isinstance(candidate, Candidate):
                 found.append(candidate)
+            elif rejected is not None:
+                rejected.append((*candidate, _words(change)))
     return sorted(found, key=_preference)
 
 
@@ -803,17 +816,18 @@ def _preference(candidate: Candidate) -> tuple[float, int, int, int]:
 
 def _judge(
     plan: Plan, change: dict[str, Any], trial: dict[str, Any], limit: int, per_node: int
-) -> Candidate | None:
-    """The candidate, or None where it is refused or does not fit."""
+) -> Candidate | tuple[tuple[str, ...], int]:
+    """The candidate, or why it is refused, or, without refusals, its memory, which is too much."""
     world = plan.world_size
     try:
-        if any(_layout_refusals(trial, world)) or any(_batch_refusals(trial, world)):
-            return None
+        refusals = (*_layout_refusals(trial, world), *_batch_refusals(trial, world))
+        if refusals:
+            return refusals, 0
         total = max(m.total for m in _memory(plan, trial, world))
-    except UserError:
-        return None
+    except UserError as problem:
+        return (str(problem),), 0
     if total > TIGHT * limit:
-        return None
+        return (), total
     sent = memory.traffic(trial, world)
     sizes = Sizes.of(trial, world)
     flops, near, far = SPEED.get(plan.device, SPEED["h100"])
@@ -839,6 +853,29 @@ def _judge(
     return Candidate(change, sum(parts.values()), parts, sent, total)
 
 
+def _no_layout(plan: Plan, rejected: list[tuple[tuple[str, ...], int, str]]) -> str:
+    """Why ``--parallel auto`` finds nothing: what all layouts have in common."""
+    head = f"--parallel auto: no layout of {plan.world_size} ranks"
+    large = [(total, words) for refusals, total, words in rejected if not refusals]
+    if large:
+        total, words = min(large)
+        limit = device_memory(plan) or 0
+        return (
+            f"{head} fits into {TIGHT:.0%} of {human_bytes(limit)}: the smallest of {len(large)} "
+            f"that divide, {words}, needs {human_bytes(total)} a rank; use more ranks, "
+            "--cpu-offloading-optimizer or a shorter --seq-length"
+        )
+    if rejected:
+        every = set.intersection(*(set(refusals) for refusals, _, _ in rejected))
+        least = min(rejected, key=lambda one: len(one[0]))
+        if every:
+            return f"{head} is possible: {'; '.join(r for r in least[0] if r in every)}"
+        return f"{head} divides; nearest is {least[2]}: {'; '.join(least[0])}"
+    # The sizes that were given divide nothing, so none was tried.
+    refusals = [*_layout_refusals(plan.values, plan.world_size)]
+    return f"{head} is possible: {'; '.join(refusals)}"
+
+
 def auto_layout(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     """The layout of ``--parallel auto``: values to set and notes that say why.
 
@@ -848,15 +885,10 @@ def auto_layout(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     shape = list(_shape(plan.values))
     if shape:
         raise UserError(shape[0])
-    found = candidates(plan)
+    rejected: list[tuple[tuple[str, ...], int, str]] = []
+    found = candidates(plan, rejected)
     if not found:
-        limit = device_memory(plan) or 0
-        raise UserError(
-            f"--parallel auto: no layout of {plan.world_size} ranks fits into "
-            f"{TIGHT:.0%} of {human_bytes(limit)} and divides --global-batch-size "
-            f"{plan.values['global_batch_size']}; "
-            "use more ranks, --cpu-offloading-optimizer or another --global-batch-size"
-        )
+        raise UserError(_no_layout(plan, rejected))
     best = found[0]
     notes = [f"{AUTO} takes {best.words()} out of {len(found)} layouts that fit"]
     for candidate in found[:3]:

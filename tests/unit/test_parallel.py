@@ -478,6 +478,25 @@ def test_auto_uses_sequence_parallel_and_divides_a_large_moe(tmp_path: Path) -> 
         assert result.values["sequence_parallel"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--seq-length 400000 --gbs 8", "--seq-length 400000 is longer than the model's max_pos"),
+        ("--gbs 8 --tp 3", "32 attention heads do not divide by --tp 3"),
+        ("--gbs 8 --tp 16", "8 ranks do not divide by --tp 16"),
+        ("--gbs 8 --ffn-hidden-size 7 --tp 2", "--ffn-hidden-size 7 does not divide by --tp 2"),
+        ("--gbs 512 --gpu-memory 1", "the smallest of"),
+        ("--gbs 7 --tp 1 --pp 1", "--global-batch-size 7 does not divide"),
+    ],
+)
+def test_auto_says_why_there_is_none(tmp_path: Path, flags: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(hf(tmp_path), f"--parallel auto {flags}")
+    message = str(caught.value)
+    assert message.startswith("--parallel auto: no layout of 8 ranks") and words in message
+    assert "fits" not in message or "GiB a rank" in message
+
+
 def test_auto_that_cannot(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no layout of 1 ranks fits"):
         plan(hf(tmp_path), "--parallel auto --gbs 64", device="h100", world_size=1)
