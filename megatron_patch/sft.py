@@ -104,9 +104,11 @@ class FineTuning:
         return rows.pool.name
 
     def adjust(self, stages: list[Any], plan: Plan) -> None:
-        """Freeze what `--freeze` names."""
-        from megatron_patch.training import sft
+        """Adapters, or the parameters that `--freeze` names."""
+        from megatron_patch.training import lora, sft
 
+        if plan.own.lora_rank is not None:
+            lora.install(stages, plan)
         sft.freeze(stages, plan.own.freeze or ())
 
     def describe(self, step: int) -> dict[str, Any]:

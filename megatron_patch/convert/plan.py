@@ -448,7 +448,7 @@ def locate(place: Place, checkpoint: Checkpoint) -> Place | None:
 
 def others(checkpoint: Checkpoint, used: set[str]) -> tuple[list[Skipped], list[str]]:
     """What a checkpoint holds besides the weights: counted by kind, or a leftover."""
-    from megatron_patch.patches.strict_load import is_extra_state
+    from megatron_patch.patches.strict_load import ADAPTER, is_extra_state
 
     sizes: dict[str, list[int]] = {}
     extra = []
@@ -458,6 +458,8 @@ def others(checkpoint: Checkpoint, used: set[str]) -> tuple[list[Skipped], list[
         kind = _kind(key)
         if kind is None and is_extra_state(key):
             kind = "_extra_state"
+        if kind is None and ADAPTER in key:
+            kind = "adapter"
         if kind is None:
             extra.append(key)
         else:
@@ -470,6 +472,7 @@ def others(checkpoint: Checkpoint, used: set[str]) -> tuple[list[Skipped], list[
         "optimizer": "optimizer state: not part of a model",
         "_extra_state": "bookkeeping of low-precision kernels",
         dist_io.COMMON: "arguments and counters of the run",
+        "adapter": "low-rank adapters: written in PEFT's files, merged by the run that made them",
     }
     return [
         Skipped(f"{kind} ({len(counts)} entries)", sum(counts), why.get(kind, "state of the run"))

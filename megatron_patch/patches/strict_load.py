@@ -15,6 +15,8 @@ from typing import Any
 from megatron_patch.patches.registry import Patch
 from megatron_patch.util import UserError
 
+#: In the keys of adapters, which start afresh beside weights that have none at all.
+ADAPTER = ".adapter_"
 #: First parts of keys that are left out on purpose as a whole, e.g. by a weights-only start.
 _OPTIONAL = ("optimizer", "rng_state", "rerun_state_machine_state")
 
@@ -72,13 +74,19 @@ def weights_both_ways(validate: Callable[..., Any]) -> Callable[..., Any]:
                 global_metadata, ckpt_sharded_metadata,
             )  # fmt: skip
         there = {entry.key for entry in ckpt_sharded_metadata.values()}
+        adapted = any(ADAPTER in key for key in there)
+
+        def may_lack(key: str) -> bool:
+            fresh = ADAPTER in key and not adapted
+            return (is_extra_state(key) or fresh) and key not in there
+
         _, sharded_state_dict = extract_matching_values(
-            sharded_state_dict, lambda x: is_extra_state(x.key) and x.key not in there
+            sharded_state_dict, lambda x: may_lack(x.key)
         )
         if local_metadata is not None:
-            local_metadata = [
-                x for x in local_metadata if not is_extra_state(x.key) or x.key in there
-            ]
+            local_metadata = [x for x in local_metadata if not may_lack(x.key)]
+        if global_metadata is not None:
+            global_metadata = [[x for x in rank if not may_lack(x.key)] for rank in global_metadata]
         asked = {x.key for rank in global_metadata or [] for x in rank}
         if asked:
             ckpt_sharded_metadata = expected_of_checkpoint(ckpt_sharded_metadata, asked)

@@ -512,6 +512,45 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "(router, embedding, layers\\.[0-3]\\.)",
         "RE",
     ),
+    OwnFlag(
+        "--lora-rank",
+        ("--lora-r",),
+        "lora_rank",
+        "int",
+        FINE_TUNING,
+        "train low-rank adapters of this rank; the model's weights stay as they are",
+        "N",
+    ),
+    OwnFlag(
+        "--lora-alpha",
+        (),
+        "lora_alpha",
+        "float",
+        FINE_TUNING,
+        "adapters are scaled by alpha / rank",
+        "X",
+        default="2 x rank",
+    ),
+    OwnFlag(
+        "--lora-dropout",
+        (),
+        "lora_dropout",
+        "float",
+        FINE_TUNING,
+        "dropout of the adapters' input",
+        "X",
+        default="0",
+    ),
+    OwnFlag(
+        "--lora-target-modules",
+        (),
+        "lora_target_modules",
+        "list",
+        FINE_TUNING,
+        "Hugging Face names of the layers with adapters (q_proj v_proj ...), or all-linear",
+        "NAME",
+        default="all-linear",
+    ),
     *CHAT_FLAGS,
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
@@ -579,6 +618,10 @@ class OwnFlags:
     no_packing: bool = False
     pad_to_max_length: bool = False
     freeze: list[str] | None = None
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    lora_target_modules: list[str] | None = None
     schema: str | None = None
     prompt_completion_as: str = "text"
     on_overlong: str = "drop"
@@ -1533,6 +1576,13 @@ SFT_LENGTH = 4096
 def _fine_tuning(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
     """What fine-tuning sets before the launch defaults; the rest comes with its data."""
     values = plan.values
+    own = plan.own
+    if own.lora_rank is None:
+        for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
+            if getattr(own, name) != getattr(OwnFlags(), name):
+                raise UserError(f"{flag_name(name)} has no effect without --lora-rank")
+    elif own.freeze:
+        raise UserError("--freeze has no effect with --lora-rank, which freezes every weight")
     if plan.own.pad_to_max_length and not plan.own.no_packing:
         raise UserError("--pad-to-max-length has no effect without --no-packing; packs are full")
     if values["data_path"] and values["valid_data_path"]:

@@ -47,7 +47,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (
         "make_vocab_size_divisible_by moe_ffn_hidden_size moe_shared_expert_intermediate_size "
         "moe_router_topk num_dataset_builder_threads dist_ckpt_workers rotary_base q_lora_rank "
         "kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim distributed_timeout_minutes "
-        "hysteresis",
+        "hysteresis per_device_train_batch_size gradient_accumulation_steps lora_rank",
     ),
     (Range(1, 1 << 17), "num_experts"),
     (
@@ -64,7 +64,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (
     ),
     # Upstream refuses 0 with a traceback, and NumPy takes 32 bits with the stages' offsets added.
     (_SIZE, "seed"),
-    (_POSITIVE, "epochs gpu_memory lr adam_eps layernorm_epsilon init_method_std"),
+    (_POSITIVE, "epochs gpu_memory lora_alpha lr adam_eps layernorm_epsilon init_method_std"),
     (_POSITIVE, "loss_scale initial_loss_scale min_loss_scale loss_scale_window"),
     (_POSITIVE, "moe_expert_capacity_factor rope_scaling_factor rotary_scaling_factor"),
     (
@@ -76,7 +76,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (
     (
         _BELOW_ONE,
         "adam_beta1 adam_beta2 sgd_momentum muon_momentum lion_beta1 lion_beta2 hidden_dropout "
-        "attention_dropout lr_warmup_fraction",
+        "attention_dropout lr_warmup_fraction lora_dropout",
     ),
     (_SHARE, "optimizer_offload_fraction activation_offload_fraction"),
     (Range(0, 1, above=True), "rotary_percent"),

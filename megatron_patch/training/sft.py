@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patch.data import packing, sft_dataset, sft_store
 from megatron_patch.data.sft_dataset import Rows, Shape
+from megatron_patch.training import lora
 from megatron_patch.training.args import (
     LAUNCH_DEFAULT,
     has_checkpoint,
@@ -127,6 +128,24 @@ def export(plan: Plan) -> None:
     where = ["--input-dir", str(checkpoints), "--output-dir", str(output)]
     if commands.mcore2hf([*where, "--hf-dir", own.hf_model or ""]):
         raise UserError(f"{checkpoints} was not exported; see above")
+    if own.lora_rank is not None:
+        _export_adapters(plan, checkpoints, output)
+
+
+def _export_adapters(plan: Plan, checkpoints: Path, merged: Path) -> None:
+    from megatron_patch.convert import adapter
+
+    own = plan.own
+    assert own.lora_rank is not None and own.hf_model and plan.model is not None
+    wanted = own.lora_target_modules or [lora.ALL]
+    found = adapter.read(checkpoints, lora.modules(plan.model, wanted))
+    size, alpha = own.lora_rank, lora.alpha(plan)
+    folder = merged.with_name("adapter")
+    adapter.write_peft(
+        folder, found, rank=size, alpha=alpha, dropout=own.lora_dropout, base=own.hf_model
+    )
+    count = adapter.merge(merged, found, rank=size, alpha=alpha)
+    print(f"> {folder}: {count} adapters in PEFT's format; {merged} holds the merged weights")
 
 
 def _check_vocabulary(plan: Plan, name: str, samples: sft_store.Samples) -> None:
@@ -194,7 +213,7 @@ def _as_before(plan: Plan, shape: Shape) -> Shape:
         return shape
     try:
         saved = json.loads(Path(plan.own.output_dir, "resolved_args.json").read_text())["order"]
-        before = {name: saved[name] for name in (*_KEPT, "multiple")}
+        before = {name: saved[name] for name in (*_KEPT, "multiple", "adapters")}
     except (OSError, ValueError, KeyError, TypeError):
         return shape
     remedy = "; keep it, or start anew from the weights (--init-from, another --output-dir)"
@@ -205,6 +224,11 @@ def _as_before(plan: Plan, shape: Shape) -> Shape:
                 f"{flag} is another one than at this run's start ({before[name]} then, "
                 f"{getattr(shape, name)} now), and decides which samples are still to come{remedy}"
             )
+    if before["adapters"] != _adapters(plan):
+        raise UserError(
+            f"--lora-rank, --lora-alpha and --lora-target-modules say {_adapters(plan)}, and this "
+            f"run was started with {before['adapters']}{remedy}"
+        )
     rows_before = before["ranks"] * before["micro_batches"]
     if rows_before != shape.rows:
         raise UserError(
@@ -222,6 +246,13 @@ def _as_before(plan: Plan, shape: Shape) -> Shape:
         micro_batches=before["micro_batches"],
         alignment=dataclasses.replace(shape.alignment, sample=before["multiple"]),
     )
+
+
+def _adapters(plan: Plan) -> list[Any]:
+    """What kind of adapters a run has, if any."""
+    if plan.own.lora_rank is None:
+        return []
+    return [plan.own.lora_rank, lora.alpha(plan), *(plan.own.lora_target_modules or [lora.ALL])]
 
 
 def complete(plan: Plan, train: Rows, valid: Rows | None) -> None:
@@ -255,6 +286,7 @@ def complete(plan: Plan, train: Rows, valid: Rows | None) -> None:
     shape = train.shape
     plan.order = {name: getattr(shape, name) for name in _KEPT}
     plan.order |= {"multiple": shape.alignment.sample, "rows": train.digest}
+    plan.order["adapters"] = _adapters(plan)
     lines = [f"data       {', '.join(train.pool.names)}", *train.lines()]
     if valid is not None:
         report = valid.epoch(0).schedule.report
@@ -310,6 +342,12 @@ def freeze(stages: Sequence[Any], patterns: Sequence[str]) -> None:
             raise UserError(f"--freeze {pattern}: no parameter's name has it")
 
 
+def layer_numbers(stage: Any) -> dict[int, int]:
+    """Place of each decoder layer in this stage -> its number in the whole model, from 0."""
+    layers = getattr(getattr(stage, "decoder", None), "layers", ())
+    return {index: layer.layer_number - 1 for index, layer in enumerate(layers)}
+
+
 def named(stage: Any) -> Any:
     """Parameters of a stage by name, with the numbers that layers have in the whole model.
 
@@ -319,8 +357,7 @@ def named(stage: Any) -> Any:
     Yields:
         Name and parameter.
     """
-    layers = getattr(getattr(stage, "decoder", None), "layers", ())
-    number = {index: layer.layer_number - 1 for index, layer in enumerate(layers)}
+    number = layer_numbers(stage)
     for name, parameter in stage.named_parameters():
         place = re.match(r"decoder\.layers\.(\d+)\.", name)
         if place is not None:
