@@ -61,8 +61,10 @@ def flags(model: Path, data: Path, output: Path, *more: str) -> list[str]:
     ]
 
 
-def trl_losses(model: Path, rows: list[dict[str, Any]], output: Path, peft: Any = None) -> Any:
-    """TRL's losses, one a step, and its trainer."""
+def trl_losses(
+    model: Path, rows: list[dict[str, Any]], output: Path, peft: Any, prepare: Any
+) -> tuple[list[float], Any]:
+    """TRL's losses, one a step, and its trainer; `prepare` changes the model first."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -73,7 +75,7 @@ def trl_losses(model: Path, rows: list[dict[str, Any]], output: Path, peft: Any 
         assistant_only_loss=True,
         per_device_train_batch_size=BATCH,
         max_steps=STEPS,
-        learning_rate=RATE,
+        learning_rate=RATE if peft is None else 4e-3,
         lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
         logging_steps=1,
@@ -91,27 +93,72 @@ def trl_losses(model: Path, rows: list[dict[str, Any]], output: Path, peft: Any 
         processing_class=AutoTokenizer.from_pretrained(model),
         peft_config=peft,
     )
+    if prepare is not None:
+        prepare(trainer.model)
     trainer.train()
     return [h["loss"] for h in trainer.state.log_history if "loss" in h], trainer
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_full_fine_tuning(kind: str, ranks: RankServer, tmp_path: Path) -> None:
-    model, rows = model_directory(tmp_path / "hf", kind), chats()
-    data = tmp_path / "chats.jsonl"
+def compare(
+    kind: str,
+    ranks: RankServer,
+    folder: Path,
+    *more: str,
+    world: int = 1,
+    peft: Any = None,
+    prepare: Any = None,
+) -> tuple[Path, Any]:
+    """Both trainings; the largest difference of their losses is checked."""
+    model, rows = model_directory(folder / "hf", kind), chats()
+    data = folder / "chats.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    argv = flags(model, data, tmp_path / "run")
-    result = ranks.run("tests.dist.jobs:train", 1, tmp_path / "job", argv=argv, entry="sft")
-    assert result.values == [{"status": 0}], result.logs[0].read_text()[-2000:]
-    ours = [record["lm loss"] for record in metrics.read(tmp_path / "run")]
+    argv = flags(model, data, folder / "run", *more)
+    result = ranks.run("tests.dist.jobs:train", world, folder / "job", argv=argv, entry="sft")
+    assert result.values == [{"status": 0}] * world, result.logs[0].read_text()[-2000:]
+    ours = [record["lm loss"] for record in metrics.read(folder / "run")]
 
-    made, _ = sft.rows(args.resolve(argv, world_size=1, device="cpu", need_length=False))
+    made, _ = sft.rows(args.resolve(argv, world_size=world, device="cpu", need_length=False))
     order = [int(n) for row in range(len(rows)) for n in made.row(row)["samples"]]
     assert sorted(order) == list(range(len(rows)))
-    theirs, _ = trl_losses(model, [rows[n] for n in order], tmp_path / "trl")
+    ordered = [rows[n] for n in order]
+    theirs, trainer = trl_losses(model, ordered, folder / "trl", peft, prepare)
     assert len(ours) == len(theirs) == STEPS
     gap = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    print([round(a - b, 6) for a, b in zip(ours, theirs, strict=True)])
     print(f"{kind}: {ours[0]:.4f} -> {ours[-1]:.4f}, largest difference {gap:.1e}")
-    assert ours[-1] < ours[0] - 0.5
+    assert ours[-1] < ours[0] - (0.5 if peft is None else 0.05)
     assert gap < 1e-3
+    return folder / "run", trainer
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_full_fine_tuning(kind: str, ranks: RankServer, tmp_path: Path) -> None:
+    compare(kind, ranks, tmp_path)
+
+
+def test_adapters(ranks: RankServer, tmp_path: Path) -> None:
+    """Over four ranks beside PEFT from the same start; what is saved loads there unchanged."""
+    import torch
+    from peft import LoraConfig, PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from megatron_patch.ops.lora import initial
+
+    def same_start(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                module = name.removeprefix("base_model.model.").partition(".lora_A")[0]
+                parameter.data.copy_(initial(module, *parameter.shape, seed=5))
+
+    peft = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    more = ("--tp", "2", "--pp", "2", "--lora-rank", "8", "--lr", "4e-3")
+    run, trainer = compare("dense", ranks, tmp_path, *more, world=4, peft=peft, prepare=same_start)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ids = torch.arange(1, 65)[None]
+    with torch.no_grad():
+        plain = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, run / "adapter")(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)(ids).logits
+        theirs = trainer.model.eval()(ids).logits
+    assert (plain - adapted).abs().max() > 0.05
+    assert (merged - adapted).abs().max() < 1e-4
+    assert (theirs - adapted).abs().max() < 1e-2
