@@ -182,7 +182,7 @@ def _record(recorder: Recorder, bound: dict[str, Any]) -> None:
     grad_norm = bound["grad_norm"]
     recorder.step(
         bound["iteration"],
-        bound["loss_dict"],
+        bound["loss_dict"] | (further_token_losses() if args.mtp_num_layers else {}),
         consumed_samples=args.consumed_train_samples,
         tokens=tokens,
         learning_rate=bound["learning_rate"],
@@ -191,6 +191,25 @@ def _record(recorder: Recorder, bound: dict[str, Any]) -> None:
         skipped=int(bound["skipped_iter"]),
         peak_memory_bytes=torch.cuda.max_memory_allocated() or None,
     )
+
+
+def further_token_losses() -> dict[str, Any]:
+    """This step's losses of multi-token prediction, by depth; nothing on stages without a loss.
+
+    Upstream keeps them in a tracker, which it reduces and clears when it logs: copies are reduced
+    here, before that, by all ranks of the last stage.
+    """
+    import torch
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    if tracker.get("avg_group") is None:
+        return {}
+    group = tracker["avg_group"]
+    losses = tracker["loss_values"] / get_num_microbatches() / group.size()
+    torch.distributed.all_reduce(losses, group=group)
+    return {f"mtp_{depth} loss": loss for depth, loss in enumerate(losses, start=1)}
 
 
 def log_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:

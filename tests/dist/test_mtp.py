@@ -48,7 +48,8 @@ def run(
     ]
     result = ranks.run("tests.dist.jobs:train", world, folder, argv=argv, grads_after=1)
     assert result.values == [{"status": 0}] * world
-    losses = [row["lm loss"] for row in metrics.read(folder / "run")]
+    names = ("lm loss", "mtp_1 loss", "mtp_2 loss")
+    losses = [row[name] for row in metrics.read(folder / "run") for name in names]
     return losses, tensors(ranks, folder / "grads", folder / "g")
 
 
