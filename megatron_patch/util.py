@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class UserError(ValueError):
@@ -14,6 +16,36 @@ class UserError(ValueError):
 
     Command-line entry points print it as ``error: ...`` and exit with code 2, without a traceback.
     """
+
+
+class Once(argparse.Action):
+    """A flag that may be given under several names, but not with several values."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Store the value.
+
+        Raises:
+            UserError: Another one was given before; names both.
+        """
+
+        def words(value: Any) -> str:
+            return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+        given: dict[str, tuple[str | None, Any]] = namespace.__dict__.setdefault("_given", {})
+        if self.dest in given and given[self.dest][1] != values:
+            first, value = given[self.dest]
+            raise UserError(
+                f"{first} {words(value)} and {option_string} {words(values)} are the same setting "
+                "with two values; keep one of them"
+            )
+        given[self.dest] = (option_string, values)
+        setattr(namespace, self.dest, values)
 
 
 @dataclass(frozen=True, slots=True)

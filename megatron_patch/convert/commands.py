@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.convert.rows import DTYPE_NAMES
-from megatron_patch.util import UserError, human_bytes, human_count
+from megatron_patch.util import Once, UserError, human_bytes, human_count
 
 if TYPE_CHECKING:
     from megatron_patch.convert.plan import ExportPlan, ImportPlan
@@ -23,26 +23,6 @@ if TYPE_CHECKING:
 _INPUT = ("--input-dir", "--input", "--load-dir", "--load")
 _OUTPUT = ("--output-dir", "--output", "--save-dir", "--save", "--output-path")
 _HF = ("--hf-dir", "--hf-model", "--model", "--model-name-or-path", "--load-hf")
-
-
-class _Once(argparse.Action):
-    """Two spellings of one flag with different values are a mistake."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, f"_given_{self.dest}", None)
-        if before is not None and before[1] != values:
-            raise UserError(
-                f"{before[0]} {before[1]} and {option_string} {values} mean the same thing; keep "
-                f"one of them"
-            )
-        setattr(namespace, f"_given_{self.dest}", (option_string, values))
-        setattr(namespace, self.dest, values)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,7 +37,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def _flag(parser: argparse.ArgumentParser, names: Sequence[str], **more: Any) -> None:
-    parser.add_argument(*names, dest=names[0][2:].replace("-", "_"), action=_Once, **more)
+    parser.add_argument(*names, dest=names[0][2:].replace("-", "_"), action=Once, **more)
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from megatron_patch.data import idxmap, sources, tokenizers
 from megatron_patch.data.sources import NOUNS, Batch, Reading, Source, Task
 from megatron_patch.data.tokenizers import Proof, TextTokenizer, TokenizerRequest
-from megatron_patch.util import UserError, human_bytes, human_count
+from megatron_patch.util import Once, UserError, human_bytes, human_count
 
 _SAMPLE_SMALL = 400_000
 _SAMPLE_LARGE = 2_000_000
@@ -844,29 +844,6 @@ def _merge_inputs(inputs: Sequence[str]) -> list[str]:
 # ----------------------------------------------------------------------------------- command line
 
 
-class _Once(argparse.Action):
-    """A value that may be given under several names, but not with several values."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Store, or end with an error naming both values."""
-        given: dict[str, tuple[str | None, Any]] = namespace.__dict__.setdefault("given_", {})
-        if self.dest in given and given[self.dest][1] != values:
-            first, value = given[self.dest]
-            parser.error(f"{first} {_join(value)} and {option_string} {_join(values)} differ")
-        given[self.dest] = (option_string, values)
-        setattr(namespace, self.dest, values)
-
-
-def _join(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -891,17 +868,17 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     group = parser.add_argument_group("input and output")
     group.add_argument(
-        "--input-path", "--input", "--input-dir", "--data", nargs="+", default=[], action=_Once,
+        "--input-path", "--input", "--input-dir", "--data", nargs="+", default=[], action=Once,
         metavar="X", dest="input_path",
         help="files, folders or glob patterns: .jsonl .json .txt .parquet, also .gz and .zst",
     )  # fmt: skip
     group.add_argument(
-        "--output-path", "--output-prefix", "--output", action=_Once, metavar="P",
+        "--output-path", "--output-prefix", "--output", action=Once, metavar="P",
         dest="output_path",
         help="prefix (writes P_text_document.bin/.idx), or a folder that gets the input's name",
     )  # fmt: skip
     group.add_argument(
-        "--json-keys", "--jsonl-keys", "--json-key", nargs="+", default=["text"], action=_Once,
+        "--json-keys", "--jsonl-keys", "--json-key", nargs="+", default=["text"], action=Once,
         metavar="KEY", dest="json_keys",
         help="JSON keys (Parquet columns) that hold text; one pair of files each (default: text)",
     )  # fmt: skip
@@ -922,14 +899,14 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--overwrite", action="store_true", help="replace existing output files")
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
-        "--tokenizer-type", "--patch-tokenizer-type", action=_Once, metavar="T",
+        "--tokenizer-type", "--patch-tokenizer-type", action=Once, metavar="T",
         dest="tokenizer_type", default="HuggingFaceTokenizer",
         help="HuggingFaceTokenizer (default), LlamaTokenizer and the other SentencePiece types, "
         "TikTokenizer, GPT2BPETokenizer, or a Pai name such as Qwen3Tokenizer",
     )  # fmt: skip
     group.add_argument(
         "--tokenizer-model", "--hf-model", "--model", "--load", "--tokenizer-name-or-path",
-        action=_Once, metavar="PATH", dest="tokenizer_model",
+        action=Once, metavar="PATH", dest="tokenizer_model",
         help="the model's directory, or its tokenizer.json, tokenizer.model or tiktoken file",
     )  # fmt: skip
     group.add_argument(

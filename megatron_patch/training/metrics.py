@@ -97,8 +97,7 @@ class Recorder:
             record["tokens_per_second_per_rank"] = round(tokens / seconds / self.world_size, 1)
         self._write(record)
         if self.echo:
-            losses_text = " | ".join(f"{name}: {value:.6E}" for name, value in values.items())
-            print(f" iteration {iteration} | {losses_text} | {seconds * 1000:.1f} ms", flush=True)
+            print(f" iteration {iteration} | {_text(values)} | {seconds * 1000:.1f} ms", flush=True)
 
     def evaluation(self, iteration: int, name: str, losses: dict[str, Any]) -> None:
         """Record an evaluation."""
@@ -108,6 +107,8 @@ class Recorder:
         self._evaluated[name] = iteration
         if self.rank == 0 and not again:
             self._write({"iteration": iteration, "evaluation": name, **values})
+            if self.echo:
+                print(f" iteration {iteration} | {name} | {_text(values)}", flush=True)
         self._last = time.perf_counter()
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -126,6 +127,10 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _text(values: dict[str, float]) -> str:
+    return " | ".join(f"{name}: {value:.6E}" for name, value in values.items())
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -482,7 +482,7 @@ def test_a_damaged_checkpoint_is_refused(
 def test_flags(tmp_path: Path, capsys: Any) -> None:
     for argv, words in (
         (["--input-dir", "a"], "--output-dir"),
-        (["--input_dir", "a", "--load", "b", "--output-dir", "c"], "mean the same thing"),
+        (["--input_dir", "a", "--load", "b", "--output-dir", "c"], "are the same setting"),
         (["--input-dir", "a", "--output-dir", "c", "--workers", "0"], "--workers 0"),
         (["--input-dir", "a", "--output-dir", "c", "--part", "3/2"], "--part 3/2"),
         (["--input-dir", "a", "--output-dir", "c", "--tp", "2"], "--tp"),

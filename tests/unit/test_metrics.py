@@ -90,7 +90,10 @@ def test_only_rank_zero_writes(tmp_path, capsys):
 def test_echo_for_runs_over_several_nodes(tmp_path, capsys):
     writer = recorder(None, echo=True)
     writer.step(3, {"lm loss": 2.5})
-    assert "iteration 3 | lm loss: 2.500000E+00 |" in capsys.readouterr().out
+    writer.evaluation(3, "validation", {"lm loss": 2.25})
+    out = capsys.readouterr().out
+    assert "iteration 3 | lm loss: 2.500000E+00 |" in out
+    assert "iteration 3 | validation | lm loss: 2.250000E+00" in out
 
 
 def test_evaluations_are_kept_apart(tmp_path):
