@@ -552,6 +552,17 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         default="all-linear",
     ),
     *CHAT_FLAGS,
+    OwnFlag(
+        "--qkv-fusion",
+        (),
+        "qkv_fusion",
+        "str",
+        _MEMORY,
+        "split, query and key norm and rotary embedding in one kernel",
+        "auto|off",
+        choices=("auto", "off"),
+        default="auto: on for GPUs, in the layers that it covers",
+    ),
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
     OwnFlag("--json", (), "json", "flag", _TOOL, "machine-readable output of check and dry run"),
@@ -609,6 +620,7 @@ class OwnFlags:
     fp8: str | None = None
     backend: str | None = None
     linear_cross_entropy: str | None = None
+    qkv_fusion: str | None = None
     cpu_offloading: bool = False
     cpu_offloading_optimizer: bool = False
     per_device_train_batch_size: int | None = None
@@ -877,6 +889,12 @@ def _deepep(c: Context) -> bool:
 
 
 #: One table, in the order in which it is applied (a later row may look at an earlier one).
+def _nothing_to_reduce(c: Context) -> bool:
+    """One replica of everything: overlapping its collectives with itself costs launches only."""
+    degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    return not c.moe and c.world_size == math.prod(c.values[d] for d in degrees)
+
+
 LAUNCH_DEFAULTS: tuple[Default, ...] = (
     Default("micro_batch_size", 1, "the smallest that always works"),
     Default("log_interval", 1, "every step is logged"),
@@ -893,8 +911,8 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
     ),
     Default(
         "overlap_grad_reduce",
-        lambda c: SKIP if c.values["use_torch_fsdp2"] else True,
-        "gradient reduction runs beside the backward pass",
+        lambda c: SKIP if c.values["use_torch_fsdp2"] or _nothing_to_reduce(c) else True,
+        "gradient reduction runs beside the backward pass, where there is another replica",
     ),
     Default(
         "overlap_param_gather",
@@ -1017,6 +1035,12 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
         "override_opt_param_scheduler",
         lambda c: SKIP if c.values["use_checkpoint_opt_param_scheduler"] else True,
         "on resume the command line's schedule counts: a longer run extends a finished one",
+    ),
+    Default(
+        "check_for_nan_in_loss_and_grad",
+        lambda c: SKIP if c.values["fp16"] or "rerun_mode" in c.given else False,
+        "a step whose loss or gradient norm is no number ends the run all the same, before "
+        "anything is saved; a look at every micro-batch and bucket makes the device wait for it",
     ),
     Default(
         "rerun_mode",

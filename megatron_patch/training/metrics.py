@@ -52,6 +52,8 @@ class Recorder:
         self.rank, self.world_size, self.pipeline, self.echo = rank, world_size, pipeline, echo
         #: Last step of this process, None before the first.
         self.iteration: int | None = None
+        #: What to say of this step's micro-batches should its loss be no number.
+        self.suspects: list[Callable[[], str]] = []
         #: Evaluation -> step of its last record.
         self._evaluated: dict[str, int] = {}
         self._file: IO[bytes] | None = None
@@ -79,11 +81,36 @@ class Recorder:
             iteration: steps done, this one included.
             losses: name -> loss of this step (scalar tensor or [sum, count]).
             **extra: further values, None is left out.
+
+        Raises:
+            UserError: the loss or the gradient norm is no number. Upstream saves after this.
         """
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         first, self.iteration = self.iteration is None, iteration
         values = self._to_rank_0(losses)
+        self._write_step(iteration, values, seconds, first, extra)
+        suspects, self.suspects = self.suspects, []
+        norm = extra.get("grad_norm")
+        if not extra.get("skipped") and not all(
+            map(math.isfinite, [*values.values(), 0.0 if norm is None else norm])
+        ):
+            found = [*(f"{name} is {value}" for name, value in values.items())]
+            found += [f"the gradient norm is {norm}"] if norm is not None else []
+            words = ", ".join(found + [text for text in (say() for say in suspects) if text])
+            raise UserError(
+                f"step {iteration}: {words}. Nothing of this step was saved; the same command goes "
+                "on from the last checkpoint"
+            )
+
+    def _write_step(
+        self,
+        iteration: int,
+        values: dict[str, float],
+        seconds: float,
+        first: bool,
+        extra: dict[str, Any],
+    ) -> None:
         if self.rank != 0:
             return
         if first and self._first_step is not None:
@@ -109,6 +136,7 @@ class Recorder:
             self._write({"iteration": iteration, "evaluation": name, **values})
             if self.echo:
                 print(f" iteration {iteration} | {name} | {_text(values)}", flush=True)
+        self.suspects.clear()
         self._last = time.perf_counter()
 
     def _write(self, record: dict[str, Any]) -> None:

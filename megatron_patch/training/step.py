@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_patch.training.batch import Packed, get_batch, get_packed
 from megatron_patch.training.loss import checked, token_loss, weighted_loss
-from megatron_patch.util import UserError
 
 
 def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -113,19 +112,25 @@ def _padding_mask(row: Packed, config: Any, pre_process: bool) -> dict[str, Tens
 def _packed_loss(
     row: Packed, name: Callable[[int], str], output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    from megatron.training import get_args
+    from megatron_patch.training import metrics
 
     assert row.loss_mask is not None
     result = weighted_loss(row.loss_mask, row.padding, row.scale, output)
-    if get_args().check_for_nan_in_loss_and_grad and not torch.isfinite(result[0]):
-        bad = _not_finite(row, output)
-        raise UserError(
-            f"the loss is {result[0].item()} in step {get_args().curr_iteration + 1}; its row has "
-            f"{', '.join(map(name, row.samples))}"
-            + (f"; not finite on {', '.join(map(name, bad))}" if bad else "")
-            + ". Nothing of this step was saved; the same command goes on from the last checkpoint"
+    if metrics.RECORDER is not None:
+        # Asked for only where the step's loss turns out to be no number: no wait for the device.
+        metrics.RECORDER.suspects.append(
+            partial(_suspects, row, name, result[0].detach(), output.detach())
         )
     return result
+
+
+def _suspects(row: Packed, name: Callable[[int], str], loss: Tensor, output: Tensor) -> str:
+    """The samples of a row whose loss is no number; nothing for any other row."""
+    if torch.isfinite(loss):
+        return ""
+    bad = _not_finite(row, output)
+    text = f"a row has {', '.join(map(name, row.samples))}"
+    return text + (f"; not finite on {', '.join(map(name, bad))}" if bad else "")
 
 
 def _not_finite(row: Packed, output: Tensor) -> list[int]:

@@ -1,0 +1,344 @@
+"""Query, key and value from the fused projection in one pass: split, norm and rotary embedding.
+
+Megatron-Core splits the projection (a copy), normalises queries and keys (rows of one head, for
+which norm kernels are not made) and turns them: four reads and writes of the same numbers each
+way. Here each number is read and written once in either direction, norms and rotation are computed
+in float32 without rounding between them, and only the projection itself is kept for the backward
+pass.
+
+Shape suffixes: S sequence, B batch, G query groups of this rank, R query heads a group, D channels
+of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs
+    triton = None
+
+#: Tokens that one step of a kernel works on.
+_TOKENS = 4
+#: Programs a multiprocessor in the backward pass; each sums its share of the norms' gradients.
+_PROGRAMS = 8
+
+if triton is not None:
+
+    @triton.jit
+    def _forward(
+        x_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
+        tokens, batch, groups, eps,
+        NORM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+        T: tl.constexpr,
+    ):  # fmt: skip
+        token = tl.program_id(0) * T + tl.arange(0, T)[:, None, None]
+        group = tl.program_id(1)
+        row = tl.arange(0, ROWS)[None, :, None]
+        lane = tl.arange(0, HALF)[None, None, :]
+        live = (token < tokens) & (row < HEADS + 2)
+        at = ((token.to(tl.int64) * groups + group) * (HEADS + 2) + row) * (2 * HALF) + lane
+        low = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+        high = tl.load(x_ptr + at + HALF, mask=live, other=0.0).to(tl.float32)
+        is_q, is_v = row < HEADS, row == HEADS + 1
+        if NORM:
+            square = tl.sum(low * low + high * high, 2) / (2 * HALF)
+            scale = tl.where(is_v, 1.0, (1.0 / tl.sqrt(square + eps))[:, :, None])
+            weights = _weights(q_weight_ptr, k_weight_ptr, is_q, is_v, lane, HALF)
+            low, high = low * scale * weights[0], high * scale * weights[1]
+        angle = (token // batch) * HALF + lane
+        turned = (token < tokens) & (row < HEADS + 1)
+        cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
+        low, high = low * cos - high * sin, high * cos + low * sin
+        # Heads of a group lie side by side in the query; one key and one value head each.
+        to_q = ((token.to(tl.int64) * groups + group) * HEADS + row) * (2 * HALF) + lane
+        to_kv = (token.to(tl.int64) * groups + group) * (2 * HALF) + lane + row * 0
+        kind = q_ptr.dtype.element_ty
+        low, high = low.to(kind), high.to(kind)
+        tl.store(q_ptr + to_q, low, mask=live & is_q)
+        tl.store(q_ptr + to_q + HALF, high, mask=live & is_q)
+        tl.store(k_ptr + to_kv, low, mask=live & (row == HEADS))
+        tl.store(k_ptr + to_kv + HALF, high, mask=live & (row == HEADS))
+        tl.store(v_ptr + to_kv, low, mask=live & is_v)
+        tl.store(v_ptr + to_kv + HALF, high, mask=live & is_v)
+
+    @triton.jit
+    def _weights(q_weight_ptr, k_weight_ptr, is_q, is_v, lane, HALF: tl.constexpr):
+        """Both halves of each row's norm weight; 1 for values."""
+        low = tl.where(is_q, tl.load(q_weight_ptr + lane), tl.load(k_weight_ptr + lane))
+        high = tl.where(
+            is_q, tl.load(q_weight_ptr + HALF + lane), tl.load(k_weight_ptr + HALF + lane)
+        )
+        return tl.where(is_v, 1.0, low.to(tl.float32)), tl.where(is_v, 1.0, high.to(tl.float32))
+
+    @triton.jit
+    def _backward(
+        x_ptr, dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
+        dx_ptr, dw_ptr, tokens, batch, groups, eps,
+        NORM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+        T: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.arange(0, ROWS)[None, :, None]
+        lane = tl.arange(0, HALF)[None, None, :]
+        is_q, is_k, is_v = row < HEADS, row == HEADS, row == HEADS + 1
+        sum_q_low = tl.zeros([HALF], tl.float32)
+        sum_q_high = tl.zeros([HALF], tl.float32)
+        sum_k_low = tl.zeros([HALF], tl.float32)
+        sum_k_high = tl.zeros([HALF], tl.float32)
+        if NORM:
+            weights = _weights(q_weight_ptr, k_weight_ptr, is_q, is_v, lane, HALF)
+        tiles = tl.cdiv(tokens, T) * groups
+        tile = tl.program_id(0)
+        while tile < tiles:
+            group = tile % groups
+            token = (tile // groups) * T + tl.arange(0, T)[:, None, None]
+            live = (token < tokens) & (row < HEADS + 2)
+            place = token.to(tl.int64) * groups + group
+            at = (place * (HEADS + 2) + row) * (2 * HALF) + lane
+            from_q = (place * HEADS + row) * (2 * HALF) + lane
+            from_kv = place * (2 * HALF) + lane + row * 0
+            low = tl.load(dq_ptr + from_q, mask=live & is_q, other=0.0).to(tl.float32)
+            high = tl.load(dq_ptr + from_q + HALF, mask=live & is_q, other=0.0).to(tl.float32)
+            low += tl.load(dk_ptr + from_kv, mask=live & is_k, other=0.0).to(tl.float32)
+            high += tl.load(dk_ptr + from_kv + HALF, mask=live & is_k, other=0.0).to(tl.float32)
+            low += tl.load(dv_ptr + from_kv, mask=live & is_v, other=0.0).to(tl.float32)
+            high += tl.load(dv_ptr + from_kv + HALF, mask=live & is_v, other=0.0).to(tl.float32)
+            angle = (token // batch) * HALF + lane
+            turned = (token < tokens) & (row < HEADS + 1)
+            cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
+            sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
+            low, high = low * cos + high * sin, high * cos - low * sin
+            if NORM:
+                x_low = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+                x_high = tl.load(x_ptr + at + HALF, mask=live, other=0.0).to(tl.float32)
+                square = tl.sum(x_low * x_low + x_high * x_high, 2) / (2 * HALF)
+                scale = (1.0 / tl.sqrt(square + eps))[:, :, None]
+                x_low, x_high = x_low * scale, x_high * scale
+                by_low, by_high = low * x_low, high * x_high
+                sum_q_low += tl.sum(tl.sum(tl.where(is_q, by_low, 0.0), 1), 0)
+                sum_q_high += tl.sum(tl.sum(tl.where(is_q, by_high, 0.0), 1), 0)
+                sum_k_low += tl.sum(tl.sum(tl.where(is_k, by_low, 0.0), 1), 0)
+                sum_k_high += tl.sum(tl.sum(tl.where(is_k, by_high, 0.0), 1), 0)
+                w_low, w_high = low * weights[0], high * weights[1]
+                inner = tl.sum(w_low * x_low + w_high * x_high, 2)[:, :, None] / (2 * HALF)
+                low = tl.where(is_v, low, scale * (w_low - x_low * inner))
+                high = tl.where(is_v, high, scale * (w_high - x_high * inner))
+            kind = dx_ptr.dtype.element_ty
+            tl.store(dx_ptr + at, low.to(kind), mask=live)
+            tl.store(dx_ptr + at + HALF, high.to(kind), mask=live)
+            tile += tl.num_programs(0)
+        if NORM:
+            part = dw_ptr + tl.program_id(0) * 4 * HALF + tl.arange(0, HALF)
+            tl.store(part, sum_q_low)
+            tl.store(part + HALF, sum_q_high)
+            tl.store(part + 2 * HALF, sum_k_low)
+            tl.store(part + 3 * HALF, sum_k_high)
+
+
+class SplitNormRotate(torch.autograd.Function):
+    """Projection to query, key and value."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SBGF: Tensor,
+        q_weight_D: Tensor | None,
+        k_weight_D: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [S, B, G * R, D], key and value [S, B, G, D], contiguous, in the input's dtype.
+
+        Args:
+            ctx: autograd's.
+            x_SBGF: the projection; F is `(R + 2) * D`, a group's query heads, its key, its value.
+            q_weight_D: weight of the queries' RMS norm; None for no norm on either.
+            k_weight_D: weight of the keys' RMS norm.
+            cos: float32 [S, D / 2].
+            sin: float32 [S, D / 2].
+            heads: query heads a group, R.
+            eps: the norms' epsilon.
+        """
+        s, b, groups, width = x_SBGF.shape
+        size = width // (heads + 2)
+        x_SBGF = x_SBGF.contiguous()
+        q = x_SBGF.new_empty(s, b, groups * heads, size)
+        k, v = (x_SBGF.new_empty(s, b, groups, size) for _ in range(2))
+        norm = q_weight_D is not None
+        ctx.shape = (s * b, b, groups, eps)
+        ctx.sizes = {
+            "NORM": norm,
+            "HEADS": heads,
+            "ROWS": triton.next_power_of_2(heads + 2),
+            "HALF": size // 2,
+            "T": _TOKENS,
+        }
+        _forward[(triton.cdiv(s * b, _TOKENS), groups)](
+            x_SBGF, q, k, v, cos, sin, q_weight_D if norm else cos, k_weight_D if norm else cos,
+            *ctx.shape, **ctx.sizes,
+        )  # fmt: skip
+        # Without a norm the rotation alone is linear: nothing but its angles is needed again.
+        ctx.save_for_backward(x_SBGF if norm else None, q_weight_D, k_weight_D, cos, sin)
+        ctx.input_shape = x_SBGF.shape
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        """Gradients of the projection and of the norms' weights."""
+        x, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+        dx = dq.new_empty(ctx.input_shape)
+        norm, size = ctx.sizes["NORM"], 2 * ctx.sizes["HALF"]
+        programs = _programs(dq.device)
+        parts = torch.empty(programs if norm else 1, 2, size, dtype=torch.float32, device=dq.device)
+        _backward[(programs,)](
+            x if norm else dx, dq, dk, dv, cos, sin, q_weight if norm else cos,
+            k_weight if norm else cos, dx, parts, *ctx.shape, **ctx.sizes,
+        )  # fmt: skip
+        if not norm:
+            return dx, None, None, None, None, None, None
+        sums = parts.sum(0)
+        return dx, sums[0].to(q_weight.dtype), sums[1].to(k_weight.dtype), None, None, None, None
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3
+    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _angles(freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [S, D / 2] of upstream's angles [S, 1, 1, D]; made once for all layers."""
+    made: tuple[Tensor, Tensor] | None = getattr(freqs, "_cos_sin", None)
+    if made is None:
+        half = freqs[:, 0, 0, : freqs.shape[-1] // 2].float()
+        made = half.cos().contiguous(), half.sin().contiguous()
+        freqs._cos_sin = made  # type: ignore[attr-defined]
+    return made
+
+
+def why_not(attention: Any) -> str | None:
+    """What keeps an attention module of Megatron-Core from the fused path; None where nothing."""
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    if type(attention) is not SelfAttention:
+        return f"{type(attention).__name__} is not plain self attention"
+    config = attention.config
+    size = attention.hidden_size_per_attention_head
+    norms = [n for n in (attention.q_layernorm, attention.k_layernorm) if n is not None]
+    norms = [n for n in norms if not isinstance(n, IdentityOp)]
+    reasons = {
+        "Triton is not installed": triton is None,
+        f"{size} channels a head are not a power of two": size & (size - 1) or size > 256,
+        "a gated attention output": config.attention_output_gate,
+        "interleaved rotary channels": config.rotary_interleaved,
+        "rotary channels of a part of a head": getattr(config, "rotary_percent", 1.0) != 1.0,
+        "sections of rotary channels": config.mrope_section is not None,
+        "YaRN's factor": attention._yarn_concentration_factor != 1.0,
+        "fewer query groups than TP ranks": config.num_query_groups < attention.world_size,
+        "one of the two norms only": len(norms) == 1,
+        "a norm that is not RMSNorm": norms and config.normalization != "RMSNorm",
+        "norm weights around zero": config.layernorm_zero_centered_gamma,
+        "offloaded projections": attention.offload_qkv_linear,
+        "run-time tests": config.test_mode,
+    }
+    return next((words for words, true in reasons.items() if true), None)
+
+
+#: Asks a norm for its weight: by a call, so that hooks (waiting for gathered parameters) run.
+_WEIGHT = object()
+
+
+def _weight_on_request(layer: Any, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def forward(given: Any) -> Any:
+        return layer.weight if given is _WEIGHT else plain(given)
+
+    return forward
+
+
+def install(attention: Any) -> bool:
+    """Let a `SelfAttention` take queries, keys and values from `SplitNormRotate`.
+
+    Packed rows, inference and whatever the kernel does not cover go upstream's way.
+
+    Args:
+        attention: the module of a layer.
+
+    Returns:
+        Whether it does from now on.
+    """
+    if why_not(attention) is not None:
+        return False
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    plain_forward, plain_qkv = attention.forward, attention.get_query_key_value_tensors
+    norm = attention.q_layernorm is not None and not isinstance(attention.q_layernorm, IdentityOp)
+    norms = (attention.q_layernorm, attention.k_layernorm) if norm else ()
+    for layer in norms:
+        layer.forward = _weight_on_request(layer, layer.forward)
+    groups = attention.num_query_groups_per_partition
+    heads = attention.num_attention_heads_per_partition // groups
+    angles: list[Tensor] = []
+
+    def forward(*args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
+        freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+        inference = kwargs.get("inference_context") or kwargs.get("inference_params")
+        if (
+            freqs is None
+            or not freqs.is_cuda
+            or kwargs.get("packed_seq_params") is not None
+            or inference is not None
+            or freqs.shape[-1] != attention.hidden_size_per_attention_head
+            or freqs.shape[1] != 1
+        ):
+            return plain_forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        angles.append(freqs)
+        try:
+            return plain_forward(*args, rotary_pos_emb=None, **kwargs)
+        finally:
+            angles.clear()
+
+    def qkv(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not angles:
+            return plain_qkv(hidden_states, *args, **kwargs)
+        mixed, _ = attention.linear_qkv(hidden_states)
+        s, b = mixed.shape[:2]
+        weights = [layer(_WEIGHT) for layer in norms] or [None, None]
+        return SplitNormRotate.apply(
+            mixed.view(s, b, groups, -1),
+            *weights,
+            *_angles(angles[0]),
+            heads,
+            attention.config.layernorm_epsilon,
+        )
+
+    attention.forward = forward
+    attention.get_query_key_value_tensors = qkv
+    return True
+
+
+def install_everywhere(stage: Any) -> dict[str, int]:
+    """`install` on every attention of a stage.
+
+    Returns:
+        How many layers: under "fused", and under what keeps the others from it.
+    """
+    from collections import Counter
+
+    from megatron.core.transformer.attention import SelfAttention
+
+    found: Counter[str] = Counter()
+    for module in list(stage.modules()):
+        if isinstance(module, SelfAttention):
+            found["fused" if install(module) else why_not(module) or ""] += 1
+    return dict(found)
