@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,21 @@ from tests.dist.harness import RankServer
 from tests.dist.test_layouts import Layout
 from tests.dist.tiny import MODELS, tensors, worst
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
+import configs
+
 #: Lengths of the samples: edges of packs, odd ones, one alone in its pack.
 LENGTHS = (63, 3, 21, 30, 17, 37, 23, 5, 22)
 
 #: Balancing losses are of a row, not of a sample: they differ by design.
 EXTRA = {"moe": {"router_aux_loss_coef": 0.0}}
+
+#: Latent attention, routing by a bias, shared experts, a layer for multi-token prediction.
+LATENT = {
+    "latent": configs.DEEPSEEK_V3
+    | {"num_hidden_layers": 2, "n_routed_experts": 8, "vocab_size": 500, "aux_loss_alpha": 0.0},
+}
+KINDS = (*MODELS, *LATENT)
 
 LAYOUTS = (
     Layout("one", 1, ()),
@@ -55,7 +66,8 @@ def write_sft_model(folder: Path, kind: str, **more: Any) -> Path:
     from tokenizers.models import WordLevel
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODELS[kind] | more))
+    config = (MODELS | LATENT)[kind] | more
+    (folder / "config.json").write_text(json.dumps(config))
     vocabulary = {f"w{n}": n for n in range(499)} | {"</s>": 499}
     Tokenizer(WordLevel(vocabulary, unk_token="w0")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
@@ -98,7 +110,7 @@ class Start:
 @pytest.fixture(scope="module")
 def starts(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
     found = {}
-    for kind in MODELS:
+    for kind in KINDS:
         folder = tmp_path_factory.mktemp(kind)
         model = write_sft_model(folder / "hf", kind, **EXTRA.get(kind, {}))
         data = write_data(folder / "data.jsonl")
@@ -125,7 +137,11 @@ def alone(
 
 
 #: The rest is marked slow: what it would find, one of these finds too, or a test of pretraining.
-QUICK = {"dense": ("tp2-sp", "cp2", "tp2-pp2"), "moe": ("pp2-vpp2", "ep2")}
+QUICK = {
+    "dense": ("tp2-sp", "cp2", "tp2-pp2"),
+    "moe": ("pp2-vpp2", "ep2"),
+    "latent": ("tp2-sp", "pp2"),
+}
 
 CASES = [
     pytest.param(
@@ -134,9 +150,10 @@ CASES = [
         id=f"{kind}-{layout.name}",
         marks=[] if layout.name in QUICK[kind] else pytest.mark.slow,
     )
-    for kind in MODELS
+    for kind in KINDS
     for layout in LAYOUTS
-    if getattr(layout, kind)
+    if getattr(layout, "dense" if kind == "dense" else "moe")
+    if kind != "latent" or layout.name in ("one", "tp2-sp", "pp2", "cp2", "dp2", "ep2")
 ]
 
 
