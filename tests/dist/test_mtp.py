@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from megatron_patch.training import metrics
-from tests.dist import test_sft
 from tests.dist.harness import RankServer
 from tests.dist.tiny import tensors, worst, write_corpus, write_model
 
@@ -27,8 +26,6 @@ CONFIG = configs.DEEPSEEK_V3 | {
     "n_routed_experts": 8,
     "num_nextn_predict_layers": 2,
 }
-
-STILL = ("--moe-router-bias-update-rate", "0", "--mtp-loss-scaling-factor", "0.6")
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ def run(
         *("--global-batch-size", "4", "--train-iters", "3", "--lr", "0.1", "--min-lr", "0.1"),
         *("--warmup-steps", "0", "--optimizer", "sgd", "--no-use-distributed-optimizer"),
         *("--no-overlap-param-gather", "--clip-grad", "0", "--weight-decay", "0", "--seed", "11"),
-        *(*STILL, *more),
+        *("--moe-router-bias-update-rate", "0", "--mtp-loss-scaling-factor", "0.6", *more),
     ]
     result = ranks.run("tests.dist.jobs:train", world, folder, argv=argv, grads_after=1)
     assert result.values == [{"status": 0}] * world
@@ -103,49 +100,3 @@ def test_layout_changes_nothing(
     print(f"{layout}: gradient {gap:.1e} ({name})")
     assert gap < 1e-5, name
     np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
-
-
-# --- fine-tuning ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tuned(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> test_sft.Start:
-    """A model with latent attention and further tokens, its data, and a checkpoint of it."""
-    folder = tmp_path_factory.mktemp("mtp-sft")
-    model = test_sft.write_sft_model(folder / "hf", "dense")
-    write_model(model, CONFIG | {"vocab_size": 500})
-    data = test_sft.write_data(folder / "data.jsonl")
-    argv = test_sft.flags(model, data, folder / "first", *STILL)
-    result = ranks.run("tests.dist.jobs:train", 1, folder / "job", argv=argv, entry="sft")
-    assert result.values == [{"status": 0}], result.logs[0].read_text()[-2000:]
-    return test_sft.Start(model, data, folder / "first")
-
-
-@pytest.fixture(scope="module")
-def alone(
-    ranks: RankServer, tuned: test_sft.Start, tmp_path_factory: pytest.TempPathFactory
-) -> test_sft.Outcome:
-    """Every sample a row of its own, on one rank."""
-    folder = tmp_path_factory.mktemp("mtp-alone")
-    more = ("--no-packing", "--global-batch-size", str(len(test_sft.LENGTHS)))
-    argv = test_sft.flags(tuned.model, tuned.data, folder / "run", *STILL, *more)
-    return test_sft.run(ranks, folder, 1, [*argv, "--init-from", str(tuned.checkpoint)])
-
-
-@pytest.mark.parametrize(
-    "layout", [("--cp", "2"), ("--pp", "2"), ("--tp", "2")], ids=lambda layout: layout[0].strip("-")
-)
-def test_packed_is_alone(
-    layout: tuple[str, ...],
-    ranks: RankServer,
-    tuned: test_sft.Start,
-    alone: test_sft.Outcome,
-    tmp_path: Path,
-) -> None:
-    argv = test_sft.flags(tuned.model, tuned.data, tmp_path / "run", *STILL, *layout)
-    more = ["--init-from", str(tuned.checkpoint)]
-    got = test_sft.run(ranks, tmp_path / "job", 2, [*argv, *more])
-    gap, name = worst(got.grads, alone.grads)
-    print(f"{layout}: loss {abs(got.loss / alone.loss - 1):.1e}, gradient {gap:.1e} ({name})")
-    assert got.loss == pytest.approx(alone.loss, rel=1e-5)
-    assert gap < 1e-5, name
