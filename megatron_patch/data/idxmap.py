@@ -201,27 +201,42 @@ def token_count(path: str | os.PathLike[str]) -> int:
     return read_index(path).token_count()
 
 
+def _last_token(index: Index, document: int) -> int | None:
+    """The last id of a document; None where it has no tokens."""
+    first, last = index.document_starts(document, document + 2)
+    if first == last:
+        return None
+    pointer = int(index.pointers(int(last) - 1, int(last))[0])
+    length = int(index.lengths(int(last) - 1, int(last))[0])
+    if not length:
+        return None
+    with open(index.bin_path, "rb") as handle:
+        handle.seek(pointer + (length - 1) * index.dtype.itemsize)
+        return int(np.fromfile(handle, dtype=index.dtype, count=1)[0])
+
+
 def eod_share(path: str | os.PathLike[str], eod: int, *, sample: int = 256) -> float:
     """Share of documents whose last token is ``eod``, from up to ``sample`` spread over the file.
 
     0.0 means that documents run into each other in training; warn. Documents without a sequence
     are left out. Without any document the share is 1.0: nothing runs into anything.
+
+    Raises:
+        UserError: The index points to where nothing is.
     """
     index = read_index(path)
     picks = np.unique(np.linspace(0, index.documents - 1, min(sample, index.documents), dtype=int))
     seen = hits = 0
-    with open(index.bin_path, "rb") as handle:
+    try:
         for pick in picks:
-            first, last = index.document_starts(int(pick), int(pick) + 2)
-            if first == last:
-                continue
-            pointer = index.pointers(int(last) - 1, int(last))[0]
-            length = index.lengths(int(last) - 1, int(last))[0]
-            if not length:
-                continue
-            handle.seek(int(pointer) + (int(length) - 1) * index.dtype.itemsize)
-            hits += int(np.fromfile(handle, dtype=index.dtype, count=1)[0]) == eod
-            seen += 1
+            last = _last_token(index, int(pick))
+            seen += last is not None
+            hits += last == eod
+    except (IndexError, OSError, ValueError) as problem:
+        raise UserError(
+            f"{index.idx_path} points outside of itself or of {index.bin_path} ({problem}); one of "
+            "the two is damaged: write the pair again."
+        ) from None
     return hits / seen if seen else 1.0
 
 

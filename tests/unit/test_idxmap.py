@@ -233,3 +233,17 @@ def test_eod_share(tmp_path: Path):
     assert idxmap.eod_share(tmp_path / "all", 9) == 1.0
     assert idxmap.eod_share(tmp_path / "half", 9) == 0.5
     assert idxmap.eod_share(tmp_path / "all", 3) == 0.0
+
+
+def test_an_index_that_points_outside_is_refused(tmp_path: Path):
+    with idxmap.Writer(str(tmp_path / "d"), np.dtype(np.uint16)) as writer:
+        writer.write(np.arange(12), np.array([4, 4, 4]), np.array([1, 1, 1]))
+        writer.commit()
+    path = tmp_path / "d.idx"
+    whole = path.read_bytes()
+    for place in (len(whole) - 9, 34 + 3 * 4 + 7):  # a document's first sequence, a pointer
+        content = bytearray(whole)
+        content[place] = 0x7F
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"d\.idx points outside"):
+            idxmap.eod_share(tmp_path / "d", 3)
