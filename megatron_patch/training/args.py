@@ -1004,6 +1004,11 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
         lambda c: 20 if c.validation else 0,
         "evaluation only where there is validation data",
     ),
+    Default(
+        "multiple_validation_sets",
+        lambda c: True if c.values["full_validation"] else SKIP,
+        "upstream reads a whole validation set only on its path for several of them",
+    ),
     Default("eval_interval", 500, "upstream divides by it, also with evaluation off"),
     Default(
         "split",

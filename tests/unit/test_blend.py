@@ -248,6 +248,15 @@ def test_several_data_sets_count_by_their_tokens(hf: str, tmp_path: Path) -> Non
     assert plan(hf, "--data-path", a, "/nowhere/d").values["data_path"] == [a, "/nowhere/d"]
 
 
+def test_a_whole_validation_set_takes_upstreams_path_for_several(hf: str, tmp_path: Path) -> None:
+    """Its path for a single one ends in a TypeError at the first evaluation."""
+    a, b = data(tmp_path / "a", [500] * 20), data(tmp_path / "b", [500] * 60)
+    flags = ("--train-data-path", a, "--valid-data-path", a, b, "--full-validation")
+    result = plan(hf, *flags)
+    assert result.values["multiple_validation_sets"]
+    assert result.values["valid_data_path"] == [a, b], "a loss each, so no weights"
+
+
 def test_documents_without_an_end_are_warned_about(hf: str, tmp_path: Path) -> None:
     good = data(tmp_path / "good", [500] * 30)
     bad = data(tmp_path / "bad", [500] * 30, end=13)
