@@ -46,6 +46,10 @@ COMMANDS = MappingProxyType(
             "megatron_patch.sft:main",
             "Fine-tune on chats, packed (under torchrun: one process a GPU).",
         ),
+        "generate": (
+            "megatron_patch.generate:main",
+            "Continue prompts with a Megatron checkpoint or a Hugging Face directory.",
+        ),
         "plot": ("megatron_patch.training.metrics:main", "Draw the loss curve of a run directory."),
         "patches": (
             "megatron_patch.patches.registry:main",

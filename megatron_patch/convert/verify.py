@@ -394,7 +394,7 @@ def compare_logits(hf_dir: Path, mcore_dir: str | os.PathLike[str]) -> Logits:
     # Megatron announces itself and its process groups; the verdict stays readable.
     with contextlib.redirect_stdout(io.StringIO()), one_rank.one_rank():
         model = one_rank.build(spec)
-        _load(model, mcore_dir, hf_dir)
+        fill(model, plan.plan_export(mcore_dir, hf_dir))
         found = one_rank.logits(model, tokens)[..., : spec.true_vocab_size]
     gap = (found - reference).abs()
     spread = float(reference.std())
@@ -419,11 +419,15 @@ def _transformers_logits(hf_dir: Path, tokens: Tensor) -> Tensor:
     return logits
 
 
-def _load(model: Any, mcore_dir: str | os.PathLike[str], hf_dir: Path) -> None:
-    """Fill a model from the checkpoint itself, not from the HF files."""
+def fill(model: Any, exported: plan.ExportPlan) -> None:
+    """Fill a model from the checkpoint itself, not from the HF files.
+
+    Args:
+        model: a `GPTModel` of one rank.
+        exported: the checkpoint's plan.
+    """
     import torch
 
-    exported = plan.plan_export(mcore_dir, hf_dir)
     state = model.state_dict()
     with Files() as files, torch.no_grad():
         for step in exported.steps:

@@ -235,7 +235,7 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
             # The launcher prints the command line too; without it the plan is what there is.
             return parallel.main(list(argv)) if rank_and_world()[0] == 0 else 0
         _check_meeting_point()
-        _quiet()
+        quiet()
         plan = set_up(argv, recipe.resolve)
         return _run(recipe, plan, started)
     except UserError as error:
@@ -247,7 +247,7 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
         return 130
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Drop upstream's import-time warnings about packages that a run does without on purpose."""
     import warnings
 

@@ -135,7 +135,7 @@ def test_full_fine_tuning(kind: str, ranks: RankServer, tmp_path: Path) -> None:
     compare(kind, ranks, tmp_path)
 
 
-def test_adapters(ranks: RankServer, tmp_path: Path) -> None:
+def test_adapters(ranks: RankServer, tmp_path: Path, capsys: Any) -> None:
     """Over four ranks beside PEFT from the same start; what is saved loads there unchanged."""
     import torch
     from peft import LoraConfig, PeftModel
@@ -162,3 +162,19 @@ def test_adapters(ranks: RankServer, tmp_path: Path) -> None:
     assert (plain - adapted).abs().max() > 0.05
     assert (merged - adapted).abs().max() < 1e-4
     assert (theirs - adapted).abs().max() < 1e-2
+
+    # Generation, from the checkpoint with its adapters, says what transformers says.
+    from transformers import AutoTokenizer
+
+    from megatron_patch import generate
+
+    tokenizer = AutoTokenizer.from_pretrained(run / "hf")
+    chat = [fx.user("and?")]
+    asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    exported = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
+    whole = exported.generate(torch.tensor([asked]), max_new_tokens=12, do_sample=False)[0]
+    want = tokenizer.decode(whole[len(asked) :], skip_special_tokens=True)
+    capsys.readouterr()
+    words = ["--load", str(run), "--prompt", "and?", "--chat", "--max-new-tokens", "12"]
+    assert generate.main(words) == 0
+    assert capsys.readouterr().out == f"and?\n\n{want}\n\n"
