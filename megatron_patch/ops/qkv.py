@@ -88,10 +88,9 @@ if triton is not None:
         row = tl.arange(0, ROWS)[None, :, None]
         lane = tl.arange(0, HALF)[None, None, :]
         is_q, is_k, is_v = row < HEADS, row == HEADS, row == HEADS + 1
-        sum_q_low = tl.zeros([HALF], tl.float32)
-        sum_q_high = tl.zeros([HALF], tl.float32)
-        sum_k_low = tl.zeros([HALF], tl.float32)
-        sum_k_high = tl.zeros([HALF], tl.float32)
+        # Whole tiles are summed in registers, and over tokens and rows once, at the end.
+        sum_low = tl.zeros([T, ROWS, HALF], tl.float32)
+        sum_high = tl.zeros([T, ROWS, HALF], tl.float32)
         if NORM:
             weights = _weights(q_weight_ptr, k_weight_ptr, is_q, is_v, lane, HALF)
         tiles = tl.cdiv(tokens, T) * groups
@@ -121,11 +120,8 @@ if triton is not None:
                 square = tl.sum(x_low * x_low + x_high * x_high, 2) / (2 * HALF)
                 scale = (1.0 / tl.sqrt(square + eps))[:, :, None]
                 x_low, x_high = x_low * scale, x_high * scale
-                by_low, by_high = low * x_low, high * x_high
-                sum_q_low += tl.sum(tl.sum(tl.where(is_q, by_low, 0.0), 1), 0)
-                sum_q_high += tl.sum(tl.sum(tl.where(is_q, by_high, 0.0), 1), 0)
-                sum_k_low += tl.sum(tl.sum(tl.where(is_k, by_low, 0.0), 1), 0)
-                sum_k_high += tl.sum(tl.sum(tl.where(is_k, by_high, 0.0), 1), 0)
+                sum_low += low * x_low
+                sum_high += high * x_high
                 w_low, w_high = low * weights[0], high * weights[1]
                 inner = tl.sum(w_low * x_low + w_high * x_high, 2)[:, :, None] / (2 * HALF)
                 low = tl.where(is_v, low, scale * (w_low - x_low * inner))
@@ -136,10 +132,10 @@ if triton is not None:
             tile += tl.num_programs(0)
         if NORM:
             part = dw_ptr + tl.program_id(0) * 4 * HALF + tl.arange(0, HALF)
-            tl.store(part, sum_q_low)
-            tl.store(part + HALF, sum_q_high)
-            tl.store(part + 2 * HALF, sum_k_low)
-            tl.store(part + 3 * HALF, sum_k_high)
+            tl.store(part, tl.sum(tl.sum(tl.where(is_q, sum_low, 0.0), 1), 0))
+            tl.store(part + HALF, tl.sum(tl.sum(tl.where(is_q, sum_high, 0.0), 1), 0))
+            tl.store(part + 2 * HALF, tl.sum(tl.sum(tl.where(is_k, sum_low, 0.0), 1), 0))
+            tl.store(part + 3 * HALF, tl.sum(tl.sum(tl.where(is_k, sum_high, 0.0), 1), 0))
 
 
 class SplitNormRotate(torch.autograd.Function):
