@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
 
 

@@ -17,7 +17,7 @@ from megatron_patch import __version__
 from megatron_patch.launch.flags import NEUTRAL, Flags, Options, split_flags
 from megatron_patch.launch.process import Command, build_command, supervise
 from megatron_patch.launch.world import Machine, World, detect, probe
-from megatron_patch.training import args
+from megatron_patch.training import args, resume
 from megatron_patch.util import UserError
 
 
@@ -71,8 +71,8 @@ def clip_seq_length(flags: Flags) -> Flags:
     return replace(flags, defaults=(*flags.defaults, "--seq-length", str(longest)))
 
 
-def preflight(world: World, flags: Flags, *, quiet: bool) -> int:
-    """Run ``megatron-patch check`` on the flags; with ``quiet`` only failures are shown."""
+def preflight(world: World, flags: Flags) -> tuple[int, str]:
+    """Run ``megatron-patch check`` on the flags: its status and what it prints."""
     from megatron_patch.training import parallel
 
     shown = io.StringIO()
@@ -80,9 +80,7 @@ def preflight(world: World, flags: Flags, *, quiet: bool) -> int:
     argv += ["--nproc-per-node", str(world.ranks_per_node)]
     with contextlib.redirect_stdout(shown):
         status = parallel.main(argv)
-    if status or not quiet:
-        print(shown.getvalue(), end="", flush=True)
-    return status
+    return status, shown.getvalue()
 
 
 def require_length_and_data(world: World, flags: Flags) -> None:
@@ -188,21 +186,26 @@ def start(
     if srun is not None and (options.dry_run or shutil.which("srun")):
         if not options.dry_run:
             print(f"started once for {world.nodes} nodes, so srun starts it on each", flush=True)
-            if not options.no_check and (status := preflight(world, checked, quiet=True)):
+            status, report = (0, "") if options.no_check else preflight(world, checked)
+            if status:
+                print(report, end="", flush=True)
                 return status
             return supervise(srun, environ, None).status
         print(f"\nthis was started once, so it goes on through srun:\n{srun.shell()}")
     if options.dry_run:
         print(f"\n{command.shell()}\n", flush=True)
     if not options.no_check:
-        status = preflight(world, checked, quiet=not (world.leads or options.dry_run))
+        status, report = preflight(world, checked)
+        if not status and not options.dry_run:
+            require_length_and_data(world, checked)
+        if status or world.leads or options.dry_run:
+            print(report, end="", flush=True)
         if status:
             return status
-        if not options.dry_run:
-            require_length_and_data(world, checked)
     if options.dry_run:
         print("dry run: nothing was started or written")
         return 0
+    resume.check_output(folder, start=True)
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     if world.leads and (problem := link_logs(folder)):
@@ -260,6 +263,7 @@ def run_demo(
         )
     given = Flags((), user)
     folder = Path(given.get("output_dir") or demo.DEFAULT_OUTPUT)
+    resume.check_output(folder, start=not options.dry_run)
     for dest in ("train_tokens", "train_samples", "epochs"):
         if given.get(dest) is not None:
             raise UserError(

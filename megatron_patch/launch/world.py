@@ -20,6 +20,8 @@ from megatron_patch.platform.detect import nvidia_device
 from megatron_patch.util import UserError
 
 DEFAULT_PORT = 29500
+#: More nodes or ranks a node than there are anywhere.
+_MOST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,9 @@ def expand_hostlist(text: str) -> list[str]:
     """Expand Slurm's compact list: ``gpu[01-03,7],login`` -> gpu01 gpu02 gpu03 gpu7 login.
 
     Used where ``scontrol`` is missing, as in most containers.
+
+    Raises:
+        UserError: It is no such list.
     """
     hosts: list[str] = []
     # Commas inside brackets do not separate hosts.
@@ -90,11 +95,17 @@ def expand_hostlist(text: str) -> list[str]:
             for piece in ranges.split(","):
                 low, dash, high = piece.partition("-")
                 if dash:
+                    if not (low.isdecimal() and high.isdecimal()) or int(high) - int(low) > _MOST:
+                        raise UserError(
+                            f"{piece!r} in the list of hosts {text!r} is no range of numbers"
+                        )
                     numbers += [str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)]
                 else:
                     numbers.append(low)
             expanded = [head + n for head in expanded for n in numbers]
         hosts += expanded
+    if not any(hosts) or text.count("[") != text.count("]"):
+        raise UserError(f"the list of hosts {text!r} cannot be read (SLURM_JOB_NODELIST)")
     return hosts
 
 
@@ -259,6 +270,15 @@ def detect(
 
 
 def _validated(world: World, options: Options, machine: Machine) -> World:
+    for what, number, most in (
+        ("nodes (--nnodes)", world.nodes, _MOST),
+        ("ranks a node (--nproc-per-node)", world.ranks_per_node, _MOST),
+        ("master port (--master-port, MASTER_PORT)", world.master_port or 1, 65535),
+    ):
+        if not 1 <= number <= most:
+            raise UserError(
+                f"{number} {what}: a number from 1 to {most} is needed (env {world.env})"
+            )
     if world.nodes > 1:
         if world.node_rank < 0:
             raise UserError(
@@ -380,7 +400,7 @@ def _slurm(read: _Environ, options: Options, machine: Machine) -> World:
     port = read.number("MASTER_PORT") or 20000 + job % 10000
     rank, ranks_per_node = None, 0
     if tasks > nodes:
-        if tasks % nodes:
+        if not nodes or tasks % nodes:
             raise UserError(
                 f"{tasks} Slurm tasks on {nodes} nodes are no equal number per node; start one "
                 "task a node (srun --ntasks-per-node=1) or one a GPU"
@@ -411,7 +431,7 @@ def _mpi(read: _Environ, options: Options, machine: Machine) -> World:
                 "--nnodes N with the number of nodes"
             )
         local_size = size // options.nodes
-    if size % local_size:
+    if not local_size or size % local_size:
         raise UserError(
             f"{size} MPI processes are no multiple of the {local_size} on this node; start the "
             "same number on every node (mpirun --map-by ppr:N:node)"

@@ -248,3 +248,23 @@ def test_localhost_as_master_of_two_nodes_is_said() -> None:
 )
 def test_expand_hostlist(text: str, hosts: list[str]) -> None:
     assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["gpu[01-", "gpu[a-b]", "gpu[0-999999999]", "[", "", ",,"])
+def test_no_list_of_hosts(text: str) -> None:
+    with pytest.raises(UserError, match="list of hosts"):
+        expand_hostlist(text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (mpi(0, 2, 0, 0), "2 MPI processes are no multiple of the 0"),
+        (slurm(0, SLURM_JOB_NUM_NODES="0"), "on 0 nodes"),
+        (TWO_NODES["dlc"](0) | {"MASTER_PORT": "999999"}, "999999 master port"),
+        (TWO_NODES["dlc"](0) | {"WORLD_SIZE": "9999999999"}, "9999999999 nodes"),
+    ],
+)
+def test_numbers_that_no_cluster_has(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        world(environ)
