@@ -1,8 +1,11 @@
-"""A resume with another learning rate finds none of its parameter groups in the checkpoint.
+"""A resume with another learning rate or layout of experts does not find its parameter groups.
 
 Upstream pairs current and saved groups by a tuple that contains the peak and last learning rate, so
 that `--lr` or `--min-lr` of the command line, which `--override-opt-param-scheduler` promises to
-use, ends in a KeyError.
+use, ends in a KeyError. The tuple also tells experts apart, which have an optimizer of their own
+where they are laid out in another way than the rest (EP above 1, ETP other than TP) and none
+elsewhere: a checkpoint of one kind ends in an error at a layout of the other kind, although the
+states themselves, stored by parameter, belong to no layout.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ from typing import Any
 
 from megatron_patch.patches.registry import Patch
 
-_RATES = ("max_lr", "min_lr")
+#: What belongs to a run, not to the parameters of a group.
+_RATES = ("max_lr", "min_lr", "is_expert_parallel")
 
 
 def with_current_rates(
     saved: Sequence[dict[str, Any]], current: Sequence[dict[str, Any]], keys: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Saved groups with the learning rates that the same groups have now.
+    """Saved groups with the learning rates and the place that the same groups have now.
 
     Args:
         saved: parameter groups of the checkpoint.
@@ -44,6 +48,40 @@ def with_current_rates(
             group = {**group, **dict(zip(_RATES, now.pop(), strict=True))}
         out.append(dict(group))
     return out
+
+
+def as_laid_out(state: dict[Any, Any], count: int) -> dict[Any, Any]:
+    """Optimizer states in the structure of this run's chain of optimizers.
+
+    A chain of one is saved as it is, a longer one by number. What is loaded has this run's
+    structure in its tensors and the saving run's in the rest, mixed in one dict.
+
+    Args:
+        state: loaded states of a chain of distributed optimizers.
+        count: length of this run's chain.
+    """
+    numbers = sorted(key for key in state if isinstance(key, int))
+    plain = {key: value for key, value in state.items() if not isinstance(key, int)}
+    if count > 1 and "param_groups" in plain.get("optimizer", {}):
+        return {number: {**plain, **state.get(number, {})} for number in range(count)}
+    if count == 1 and numbers and "optimizer" not in plain:
+        parts = [state[number] for number in numbers]
+        groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
+        inner = {**parts[0]["optimizer"], "param_groups": groups}
+        return {**parts[0], **plain, "optimizer": inner}
+    return state
+
+
+def chained(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the loading of a chain of optimizers."""
+
+    @functools.wraps(load_state_dict)
+    def wrapper(self: Any, state_dict: Any) -> Any:
+        if isinstance(state_dict, dict):
+            state_dict = as_laid_out(state_dict, len(self.chained_optimizers))
+        return load_state_dict(self, state_dict)
+
+    return wrapper
 
 
 def distributed(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,6 +126,16 @@ PATCHES = (
         why=_WHY,
         upstream=_UPSTREAM,
         remove_when=_WHEN,
+    ),
+    Patch(
+        name="changed-experts",
+        target="megatron.core.optimizer.optimizer.ChainedOptimizer.load_state_dict",
+        mode="wrap",
+        func="megatron_patch.patches.changed_lr:chained",
+        fingerprint=("a52ccab6cb646606",),
+        why="a resume of a mixture of experts ends in an error where EP or ETP is 1 on one side",
+        upstream=_UPSTREAM,
+        remove_when="chains of optimizers of any length load each other's states",
     ),
     Patch(
         name="changed-lr",

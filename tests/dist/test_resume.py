@@ -171,6 +171,42 @@ def test_optimizer_states_move_between_layouts(
     assert gap(losses(records), saved.losses) < 1e-5
 
 
+#: With and without an optimizer of the experts' own.
+EXPERTS = [
+    pytest.param((1, ()), (2, ("--ep", "2")), id="from-ep1-to-ep2"),
+    pytest.param((2, ("--ep", "2")), (1, ()), id="from-ep2-to-ep1"),
+    pytest.param(
+        (2, ("--ep", "2")), (2, ("--tp", "2")), id="from-ep2-to-tp2", marks=pytest.mark.slow
+    ),
+]
+
+
+@pytest.mark.parametrize(("saves", "loads"), EXPERTS)
+def test_experts_move_between_layouts(
+    saves: tuple[int, tuple[str, ...]],
+    loads: tuple[int, tuple[str, ...]],
+    ranks: RankServer,
+    inputs: Inputs,
+    tmp_path: Path,
+) -> None:
+    argv = command(inputs, "moe", tmp_path / "run", "--train-iters", "8", *saves[1])
+    whole = losses(train(ranks, tmp_path / "a", saves[0], argv))
+    output = at_step_5(tmp_path / "run", tmp_path / "copy")
+    more = ("--train-iters", "8", "--save-interval", "100", *loads[1])
+    argv = command(inputs, "moe", output, *more)
+    found = losses(train(ranks, tmp_path / "b", loads[0], argv, resave=True))
+    assert gap(found, whole[5:]) < 1e-5
+    saved, again = (
+        states(ranks, folder / "iter_0000005", tmp_path / name)
+        for name, folder in (
+            ("first", tmp_path / "run" / "checkpoints"),
+            ("second", tmp_path / "b" / "resaved"),
+        )
+    )
+    assert sorted(again) == sorted(saved)
+    assert not [name for name in again if not np.array_equal(again[name], saved[name])]
+
+
 def test_masters_are_saved_as_they_are(saved: Saved) -> None:
     assert not masters_differ(saved.states)
 
