@@ -289,6 +289,8 @@ def read(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break  # the writer was killed in the middle of a record
             raise UserError(f"{path}:{number}: not JSON ({error})") from error
+        if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+            raise UserError(f"{path}:{number}: no record of a step (it has no 'iteration')")
         if "evaluation" not in record:
             steps[record["iteration"]] = record
     return [steps[i] for i in sorted(steps)]

@@ -53,6 +53,12 @@ def test_user_errors_are_one_sentence(monkeypatch, command, capsys):
     assert capsys.readouterr().err == "error: --tp 3 does not divide the 8 heads; use 2, 4 or 8\n"
 
 
+def test_a_file_that_cannot_be_used_is_one_sentence(monkeypatch, command, capsys, tmp_path):
+    command[0].main = lambda argv: (tmp_path / "gone" / "x").write_text("")
+    assert program(monkeypatch, "probe") == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/gone/x: No such file or directory\n"
+
+
 def test_help_lists_what_exists_and_loads_nothing_heavy():
     code = (
         "import sys; sys.argv = ['megatron-patch', '--help']\n"

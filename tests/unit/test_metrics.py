@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 
@@ -157,7 +158,12 @@ def test_nothing_there(tmp_path):
 
 def test_nan_is_recorded_as_such_and_left_out_of_the_curve(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    record(path, 3.0, math.nan, math.inf, 2.0)
+    writer = recorder(path)
+    for step, loss in enumerate((3.0, math.nan, math.inf, 2.0), 1):
+        bad = pytest.raises(UserError, match=f"step {step}: lm loss is")
+        with contextlib.nullcontext() if math.isfinite(loss) else bad:
+            writer.step(step, {"lm loss": loss})
+    writer.close()
     rows = metrics.read(path)
     assert [r["lm loss"] for r in rows] == [3.0, "nan", "inf", 2.0]
     assert "lm loss 3.000 (step 1) -> 2.000 (step 4)" in metrics.summary(rows)
@@ -205,3 +211,11 @@ def test_plot_refusals(tmp_path, capsys):
     assert "--key 'loss': the runs hold" in error
     assert "lm loss" in error
     assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize("line", ["[1]", "3", '{"a": 1}', '{"iteration": "x"}'])
+def test_a_file_of_other_things(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1: no record of a step"):
+        metrics.read(path)
