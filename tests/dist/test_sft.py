@@ -249,3 +249,47 @@ def test_resume_in_the_middle_of_an_epoch(
     ]  # fmt: skip
     assert len(evaluations[0]) > 2 and len(set(evaluations[0])) > 2
     assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-5)
+
+
+def test_a_loss_that_is_no_number_names_its_sample(ranks: RankServer, tmp_path: Path) -> None:
+    """One token's embedding is NaN: the sample that holds it is named, and no other one of its
+    pack, for attention does not cross their boundary."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = write_sft_model(tmp_path / "hf", "dense", tie_word_embeddings=False)
+    torch.manual_seed(1)
+    weights = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    weights.get_input_embeddings().weight.data[77] = float("nan")
+    weights.float().save_pretrained(model)
+    rows = [{"input_ids": [n + 1] * 20, "labels": [n + 1] * 20} for n in range(3)]
+    rows[1]["input_ids"] = rows[1]["labels"] = [5, 6, 77, 8, 9]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    argv = flags(model, data, tmp_path / "run", "--global-batch-size", "1")
+    result = ranks.run("tests.dist.jobs:train", 1, tmp_path / "job", argv=argv, entry="sft")
+    assert result.values == [{"status": 2}]
+    (error,) = [x for x in result.logs[0].read_text().splitlines() if x.startswith("error:")]
+    assert "step 1: lm loss is nan" in error
+    assert f"not finite on {data} sample 1." in error
+    assert all(f"{data} sample {n}" in error for n in range(3))
+
+
+def test_frozen_parameters_stay(
+    ranks: RankServer, starts: dict[str, Start], tmp_path: Path
+) -> None:
+    start = starts["moe"]
+
+    def weights(name: str, *more: str) -> dict[str, np.ndarray]:
+        folder = tmp_path / name
+        argv = flags(start.model, start.data, folder / "run", "--init-from", str(start.checkpoint),
+                     "--pp", "2", *more)  # fmt: skip
+        result = ranks.run("tests.dist.jobs:train", 2, folder, argv=argv, weights=True, entry="sft")
+        assert result.values == [{"status": 0}] * 2, result.logs[0].read_text()[-2000:]
+        return tensors(ranks, folder / "weights", folder / "w")
+
+    before = weights("still", *STILL)
+    after = weights("frozen", "--freeze", "router", r"layers\.3\.", "embedding")
+    for name, value in after.items():
+        frozen = "router" in name or "layers.3." in name or "embedding" in name
+        assert np.array_equal(before[name], value) == frozen, name
