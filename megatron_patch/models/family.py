@@ -215,7 +215,7 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 def _mtp_note(count: int) -> str:
     return (
-        f"{count} layer{'s' if count > 1 else ''} for multi-token prediction train along with "
+        f"{count} layer{'s' if count > 1 else ''} for multi-token prediction: trained along with "
         f"Megatron's weight of 0.1 (--mtp-loss-scaling-factor); transformers' training ignores "
         f"them. To train without, set num_nextn_predict_layers to 0"
     )

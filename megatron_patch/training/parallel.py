@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_patch.data import blend
 from megatron_patch.models.hf_config import largest_token
@@ -35,6 +35,9 @@ from megatron_patch.training.args import (
 )
 from megatron_patch.training.memory import Memory, Sizes, Traffic
 from megatron_patch.util import UserError, human_bytes, human_count
+
+if TYPE_CHECKING:
+    from megatron_patch.models.family import ModelSpec
 
 GIB = 2**30
 
@@ -318,6 +321,30 @@ _ROPE_FLAGS = [
 ]
 
 
+#: The rope of latent attention, written into the model from its config after building.
+_LATENT_ROPE_FLAGS = ["mscale", "mscale_all_dim", "rope_type", "rotary_scaling_factor"]
+
+
+def _model_refusals(plan: Plan, model: ModelSpec) -> Iterator[str]:
+    """Settings that contradict the model of --hf-model."""
+    values = plan.values
+    further = values["mtp_num_layers"] or 0
+    if further != len(model.mtp):
+        yield (
+            f"--mtp-num-layers {further}, but config.json says {len(model.mtp)} "
+            f"(num_nextn_predict_layers): change it there, so that weights and exports agree"
+        )
+    if model.groups_by_best is not None:
+        for dest in ("moe_router_fusion", "moe_enable_routing_replay"):
+            if values[dest]:
+                yield (
+                    f"{flag_name(dest)} knows Megatron-Core's rule for groups of experts only, "
+                    f"which is not this model's; drop it"
+                )
+    if values["mla_down_proj_fusion"] and values["q_lora_rank"] is None:
+        yield "--mla-down-proj-fusion has nothing to fuse: queries have no low rank; drop it"
+
+
 def _effect_refusals(plan: Plan) -> Iterator[str]:
     """Settings of the user's that would change nothing."""
     values = plan.values
@@ -338,6 +365,9 @@ def _effect_refusals(plan: Plan) -> Iterator[str]:
         fixed = ["vocab_size", "make_vocab_size_divisible_by"]
         if not is_plain(plan.model.rope):
             fixed += _ROPE_FLAGS
+        if values["multi_latent_attention"]:
+            fixed += _LATENT_ROPE_FLAGS
+        yield from _model_refusals(plan, plan.model)
         for dest in fixed:
             if plan.given(dest):
                 yield (

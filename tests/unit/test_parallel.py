@@ -587,3 +587,23 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_warned_about(
         (Path(model) / "tokenizer.json").write_text(json.dumps(content))
         warnings = parallel.check(plan(model)).warnings
         assert any("ids up to 500" in w and "is 500" in w for w in warnings) is warned
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "words"),
+    [
+        ("deepseek-v3", "--mtp-num-layers 2", r"--mtp-num-layers 2.*says 1"),
+        ("moonlight-16b-a3b", "--mtp-num-layers 1", r"--mtp-num-layers 1.*says 0"),
+        ("moonlight-16b-a3b", "--mla-down-proj-fusion", "nothing to fuse"),
+        ("deepseek-v2", "--moe-router-fusion", "--moe-router-fusion.*groups"),
+        ("deepseek-v3", "--mscale 0.5", r"--mscale.*config\.json"),
+    ],
+)
+def test_flags_that_contradict_the_model(name: str, flags: str, words: str, tmp_path: Path) -> None:
+    refusals = parallel.check(plan(hf(tmp_path, name), f"--gbs 64 --ep 8 {flags}")).refusals
+    assert any(re.search(words, refusal) for refusal in refusals), refusals
+
+
+def test_a_matching_number_of_further_tokens_is_no_contradiction(tmp_path: Path) -> None:
+    result = plan(hf(tmp_path, "deepseek-v3"), "--gbs 64 --ep 8 --mtp-num-layers 1")
+    assert not [r for r in parallel.check(result).refusals if "mtp" in r]

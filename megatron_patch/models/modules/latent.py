@@ -32,7 +32,9 @@ def layer_spec(config: Any, vp_stage: int | None) -> Any:
     spec = default_layer_spec(config, vp_stage)
     if config.transformer.q_lora_rank is None:
         for layer in [spec] if isinstance(spec, ModuleSpec) else spec.layer_specs:
-            layer.submodules.self_attention.module = PlainQueryAttention
+            attention = layer.submodules.self_attention
+            assert attention.module in (MLASelfAttention, PlainQueryAttention), attention.module
+            attention.module = PlainQueryAttention
     return spec
 
 
