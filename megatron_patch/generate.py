@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_patch.data import sft_store, template, text, tokenizers
 from megatron_patch.data.tokenizers import TokenizerRequest
-from megatron_patch.training.args import OWN_FLAGS
+from megatron_patch.training.flags import OWN_FLAGS
 from megatron_patch.util import UserError
 
 if TYPE_CHECKING:

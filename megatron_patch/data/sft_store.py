@@ -39,7 +39,7 @@ from megatron_patch.data.chat import (
 from megatron_patch.data.sources import Reading, Source, Task
 from megatron_patch.data.text import Pool, Progress, Result, Totals
 from megatron_patch.data.tokenizers import TokenizerRequest
-from megatron_patch.training.args import CHAT_FLAGS, OwnFlags
+from megatron_patch.training.flags import CHAT_FLAGS, OwnFlags
 from megatron_patch.util import UserError, atomic_write, human_bytes, human_count
 
 FORMAT = "megatron_patch sft samples"
@@ -475,7 +475,7 @@ def chat_job(
     max_length: int | None,
     **more: Any,
 ) -> Job:
-    """The job that the values of ``training.args.CHAT_FLAGS`` describe.
+    """The job that the values of ``training.flags.CHAT_FLAGS`` describe.
 
     Args:
         chat: Holds these values by their dest.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_patch.training import args
+from megatron_patch.training.flags import USER_FLAGS_MARK, parse
 from megatron_patch.util import UserError
 
 ENVIRONMENTS = ("single", "torchrun", "dlc", "slurm", "mpi")
@@ -140,7 +141,7 @@ class Flags:
         argv = list(self.defaults)
         for stronger in (self.user, self.final):
             if stronger:
-                argv += [args.USER_FLAGS_MARK, *stronger] if argv else stronger
+                argv += [USER_FLAGS_MARK, *stronger] if argv else stronger
         return argv
 
     def get(self, dest: str) -> Any:
@@ -149,7 +150,7 @@ class Flags:
         Raises:
             UserError: a flag that nobody knows, or one that cannot be read.
         """
-        found = args.parse(self.argv()).get(dest)
+        found = parse(self.argv()).get(dest)
         return found.value if found is not None else None
 
 

@@ -18,6 +18,7 @@ from megatron_patch.launch.flags import NEUTRAL, Flags, Options, split_flags
 from megatron_patch.launch.process import Command, build_command, supervise
 from megatron_patch.launch.world import Machine, World, detect, probe
 from megatron_patch.training import args, resume
+from megatron_patch.training.flags import flag_name
 from megatron_patch.util import UserError
 
 
@@ -267,7 +268,7 @@ def run_demo(
     for dest in ("train_tokens", "train_samples", "epochs"):
         if given.get(dest) is not None:
             raise UserError(
-                f"the demo's length is given in steps: --train-iters, not {args.flag_name(dest)}"
+                f"the demo's length is given in steps: --train-iters, not {flag_name(dest)}"
             )
     steps = given.get("train_iters") or demo.STEPS
     plan = demo.schedule(demo.saved_step(folder), steps)

@@ -25,14 +25,12 @@ from megatron_patch.models.rope import is_plain
 from megatron_patch.training import memory
 from megatron_patch.training.args import (
     AUTO,
-    DEVICES,
     EVALUATION_OFF,
-    FP8_RECIPES,
     Plan,
-    flag_name,
     help_text,
     resolve,
 )
+from megatron_patch.training.flags import DEVICES, FP8_RECIPES, flag_name
 from megatron_patch.training.memory import Memory, Sizes, Traffic
 from megatron_patch.util import UserError, human_bytes, human_count
 

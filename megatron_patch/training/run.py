@@ -136,13 +136,13 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
     from megatron_patch.patches import registry
     from megatron_patch.platform import cpu, detect, torch_backend
     from megatron_patch.training import args as arguments
-    from megatron_patch.training import resume
+    from megatron_patch.training import flags, resume
     from megatron_patch.training.parallel import check, end_warnings
 
     problems = [str(p) for p in info.diagnose(import_here=True) if p.fatal]
     if problems:
         raise UserError("; ".join(problems))
-    asked = arguments.parse(argv).get("device")
+    asked = flags.parse(argv).get("device")
     device = detect.choose(asked.value if asked else None)
     _, world_size = rank_and_world()
     here = arguments.Environment.detect()
@@ -225,13 +225,12 @@ def _enums(parser: Any, overlay: dict[str, Any]) -> dict[str, Any]:
 
 def train(recipe: Recipe, argv: Sequence[str]) -> int:
     """Run a recipe; the return value is the exit status."""
-    from megatron_patch.training import args as arguments
-    from megatron_patch.training import parallel
+    from megatron_patch.training import flags, parallel
 
     started = time.time()
     try:
         _single_process()
-        if {"dry_run", "json"} & set(arguments.parse(argv)):
+        if {"dry_run", "json"} & set(flags.parse(argv)):
             # The launcher prints the command line too; without it the plan is what there is.
             return parallel.main(list(argv)) if rank_and_world()[0] == 0 else 0
         _check_meeting_point()
@@ -448,7 +447,7 @@ def _changes(previous: Path, plan: Plan) -> list[str]:
     import json
 
     from megatron_patch.training import metrics
-    from megatron_patch.training.args import flag_name
+    from megatron_patch.training.flags import flag_name
 
     try:
         before = json.loads(previous.read_text())

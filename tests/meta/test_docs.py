@@ -14,6 +14,7 @@ from megatron_patch import cli
 from megatron_patch.launch import flags as launcher
 from megatron_patch.models import registry as families
 from megatron_patch.training import args
+from megatron_patch.training.flags import OWN_FLAGS, OwnFlags
 
 GUIDES = [p for p in tracked() if p.name == "README.md"]
 
@@ -59,7 +60,7 @@ STARTS_TRAINING = re.compile(
 
 def test_flags_of_the_guides_exist(law):
     """Every --flag on a launcher or trainer line of a guide is in a flag table."""
-    known = {o for flag in args.OWN_FLAGS for o in (flag.name, *flag.aliases)}
+    known = {o for flag in OWN_FLAGS for o in (flag.name, *flag.aliases)}
     known |= {o for flag in args._compat.flag_table() for o in flag.options}
     known |= {o for flag in launcher.LAUNCHER_FLAGS for o in (flag.name, *flag.aliases)}
     known |= {"--standalone"}  # torchrun's
@@ -84,23 +85,23 @@ def test_every_flag_of_ours_is_read_somewhere(law):
                 read.add(node.attr)
             elif isinstance(node, ast.Constant) and path.name != "args.py":
                 read.add(node.value)
-    fields = {field.name for field in dataclasses.fields(args.OwnFlags)}
+    fields = {field.name for field in dataclasses.fields(OwnFlags)}
     megatron = {flag.dest for flag in args._compat.flag_table()}
     breaches = []
-    for flag in args.OWN_FLAGS:
+    for flag in OWN_FLAGS:
         if flag.dest in fields:
             if not {flag.dest, flag.name} & read:
                 breaches.append(f"{flag.name}: nobody reads own.{flag.dest}")
         elif flag.dest not in megatron:
             breaches.append(f"{flag.name}: {flag.dest} is neither ours nor Megatron's")
     breaches += [
-        f"OwnFlags.{name} has no flag" for name in fields - {flag.dest for flag in args.OWN_FLAGS}
+        f"OwnFlags.{name} has no flag" for name in fields - {flag.dest for flag in OWN_FLAGS}
     ]
     law(breaches, "every declared option is read outside its definition")
 
 
 def test_no_spelling_means_two_things():
-    spellings = [o for flag in args.OWN_FLAGS for o in (flag.name, *flag.aliases)]
+    spellings = [o for flag in OWN_FLAGS for o in (flag.name, *flag.aliases)]
     twice = {s for s in spellings if spellings.count(s) > 1}
     assert not twice
 

@@ -12,7 +12,18 @@ import pytest
 
 from megatron_patch import _compat
 from megatron_patch.training import args
-from megatron_patch.training.flags import RANGES, number_problem
+from megatron_patch.training.flags import (
+    _OWN_FIELDS,
+    FINE_TUNING,
+    OWN_FLAGS,
+    RANGES,
+    USER_FLAGS_MARK,
+    megatron_defaults,
+    number_problem,
+    parse,
+    read_count,
+    read_pattern,
+)
 from megatron_patch.util import UserError, atomic_write, human_bytes, human_count
 from tests.unit.checkpoints import write_checkpoint
 
@@ -31,7 +42,7 @@ def hf(tmp_path: Path) -> str:
 def plan(hf: str, *extra: str, **kwargs: object) -> args.Plan:
     base = ["--hf-model", hf, "--seq-length", "1024", "--lr", "1e-3"]
     if not any(f in extra for f in ("--train-tokens", "--train-samples", "--epochs")):
-        base += ["--train-iters", "1000", args.USER_FLAGS_MARK]
+        base += ["--train-iters", "1000", USER_FLAGS_MARK]
     kwargs.setdefault("device", "h100")
     kwargs.setdefault("world_size", 8)
     return args.resolve([*base, *extra], **kwargs)  # type: ignore[arg-type]
@@ -54,11 +65,11 @@ def write_index(prefix: Path, lengths: list[int]) -> str:
 
 def test_underscore_equals_dash_and_equals_sign() -> None:
     for argv in (["--seq_length", "128"], ["--seq-length=128"], ["--max_length=128"]):
-        assert args.parse(argv)["seq_length"].value == 128
+        assert parse(argv)["seq_length"].value == 128
 
 
 def test_same_spelling_twice_takes_the_last() -> None:
-    assert args.parse(["--tp", "1", "--tp", "2"])["tensor_model_parallel_size"].value == 2
+    assert parse(["--tp", "1", "--tp", "2"])["tensor_model_parallel_size"].value == 2
 
 
 @pytest.mark.parametrize(
@@ -76,20 +87,20 @@ def test_same_spelling_twice_takes_the_last() -> None:
 )
 def test_two_spellings_that_disagree(argv: list[str], both: tuple[str, str]) -> None:
     with pytest.raises(UserError) as caught:
-        args.parse(argv)
+        parse(argv)
     assert all(text in str(caught.value) for text in both)
 
 
 def test_two_spellings_that_agree() -> None:
-    assert args.parse(["--mbs", "2", "--micro-batch-size", "2"])["micro_batch_size"].value == 2
+    assert parse(["--mbs", "2", "--micro-batch-size", "2"])["micro_batch_size"].value == 2
 
 
 def test_user_wins_over_launcher_whatever_the_spelling(hf: str) -> None:
-    result = plan(hf, "--mbs", "1", args.USER_FLAGS_MARK, "--micro-batch-size", "4")
+    result = plan(hf, "--mbs", "1", USER_FLAGS_MARK, "--micro-batch-size", "4")
     assert result.values["micro_batch_size"] == 4
     lengths = args.resolve(
         (
-            f"--hf-model {hf} --seq-length 8 --gbs 8 --train-iters 5 {args.USER_FLAGS_MARK} "
+            f"--hf-model {hf} --seq-length 8 --gbs 8 --train-iters 5 {USER_FLAGS_MARK} "
             "--train-samples 80"
         ).split(),
         world_size=1,
@@ -100,7 +111,7 @@ def test_user_wins_over_launcher_whatever_the_spelling(hf: str) -> None:
 
 def test_unknown_flag_names_the_nearest() -> None:
     with pytest.raises(UserError, match="--micro-batch-size"):
-        args.parse(["--micro-batch-szie", "1"])
+        parse(["--micro-batch-szie", "1"])
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,7 @@ def test_unknown_flag_names_the_nearest() -> None:
 )
 def test_wrong_values(argv: list[str], text: str) -> None:
     with pytest.raises(UserError) as caught:
-        args.parse(argv)
+        parse(argv)
     assert text in str(caught.value)
 
 
@@ -151,7 +162,7 @@ def test_numbers_out_of_range(line: str) -> None:
     """Each names the flag, the value and what is needed, and says so at once."""
     flag, value = line.split()
     with pytest.raises(UserError) as caught:
-        args.parse([flag, value])
+        parse([flag, value])
     message = str(caught.value)
     assert message.startswith(f"{flag} {value[:40]}") and message.endswith("is needed")
     assert len(message) < 200
@@ -162,24 +173,24 @@ def test_numbers_at_the_ends_of_their_ranges() -> None:
         "--min-lr 0 --adam-beta1 0 --clip-grad 0 --weight-decay 0 --hidden-dropout 0 --seed 1",
         "--eval-iters 0 --warmup-steps 0 --num-workers 0 --optimizer-offload-fraction 1",
     ):
-        args.parse(line.split())
+        parse(line.split())
 
 
 def test_every_range_is_of_a_flag() -> None:
-    own = {flag.dest for flag in args.OWN_FLAGS}
-    assert [d for d in RANGES if d not in args.megatron_defaults() and d not in own] == []
-    for dest, value in args.megatron_defaults().items():
+    own = {flag.dest for flag in OWN_FLAGS}
+    assert [d for d in RANGES if d not in megatron_defaults() and d not in own] == []
+    for dest, value in megatron_defaults().items():
         assert number_problem(dest, value) is None, dest
 
 
 def test_negative_numbers_are_values() -> None:
-    assert args.parse(["--null-tokenizer-pad-id", "-1"])["null_tokenizer_pad_id"].value == -1
+    assert parse(["--null-tokenizer-pad-id", "-1"])["null_tokenizer_pad_id"].value == -1
     with pytest.raises(UserError, match="needs a value"):
-        args.parse(["--seq-length", "-x"])
+        parse(["--seq-length", "-x"])
 
 
 def test_any_switch_can_be_switched_off() -> None:
-    found = args.parse(["--no-use-distributed-optimizer", "--gradient-accumulation-fusion"])
+    found = parse(["--no-use-distributed-optimizer", "--gradient-accumulation-fusion"])
     assert found["use_distributed_optimizer"].value is False
     assert found["gradient_accumulation_fusion"].value is True
 
@@ -195,18 +206,18 @@ def test_any_switch_can_be_switched_off() -> None:
     ],
 )
 def test_counts(text: str, value: int) -> None:
-    assert args.read_count(text) == value
+    assert read_count(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "x", "1BB", "1e-3"])
 def test_no_counts(text: str) -> None:
     with pytest.raises(ValueError):
-        args.read_count(text)
+        read_count(text)
 
 
 def test_patterns() -> None:
-    assert args.read_pattern("2") == 2
-    assert args.read_pattern("([0]*2+[1])*2") == [0, 0, 1, 0, 0, 1]
+    assert read_pattern("2") == 2
+    assert read_pattern("([0]*2+[1])*2") == [0, 0, 1, 0, 0, 1]
 
 
 def test_old_positional_call_is_answered_not_run() -> None:
@@ -282,7 +293,7 @@ def test_cpu(hf: str) -> None:
 
 
 def test_tables_name_real_dests() -> None:
-    known = args.megatron_defaults()
+    known = megatron_defaults()
     rows = [*args.LAUNCH_DEFAULTS, *args.CPU_DEFAULTS]
     assert [r.dest for r in rows if r.dest not in known] == []
     assert all(r.reason for r in rows)
@@ -547,7 +558,7 @@ def test_every_megatron_flag_reads_as_upstream_reads_it(live_parser: object) -> 
                 argv = [option, *[value] * (flag.nargs if isinstance(flag.nargs, int) else 1)]
             else:
                 argv = [option]
-            ours = args.parse(argv)
+            ours = parse(argv)
             count += 1
             namespace = live_parser.parse_args(argv)  # type: ignore[attr-defined]
             theirs = getattr(namespace, flag.dest)
@@ -613,7 +624,7 @@ def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
         "--train-tokens": "1B",
         "--epochs": "2",
     }
-    for flag in args.OWN_FLAGS:
+    for flag in OWN_FLAGS:
         value = samples.get(flag.name, flag.choices[-1] if flag.choices else "3")
         if value is None:
             continue
@@ -621,12 +632,12 @@ def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
         argv += ["--output-dir", "p", "--data-path", data]
         if flag.name not in ("--train-tokens", "--train-samples", "--epochs", "--train-iters"):
             argv += ["--train-iters", "1000"]
-        if flag.group == args.FINE_TUNING and flag.name != "--sft":
+        if flag.group == FINE_TUNING and flag.name != "--sft":
             with pytest.raises(UserError, match=r"no effect .*--sft"):
                 given = [flag.name] if flag.kind == "flag" else [flag.name, value]
                 args.resolve([*argv, *given])
             argv += ["--sft", *(["--no-packing"] if flag.name == "--pad-to-max-length" else [])]
-        argv += [args.USER_FLAGS_MARK]
+        argv += [USER_FLAGS_MARK]
         reference = ["--train-samples", "700"] if "--train-iters" not in argv else []
         before = args.resolve([*argv, *reference])
         for spelling in (flag.name, *flag.aliases):
@@ -637,16 +648,16 @@ def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
 
 def test_help_names_every_own_flag_and_alias() -> None:
     text = args.help_text("x")
-    assert all(spelling in text for f in args.OWN_FLAGS for spelling in (f.name, *f.aliases))
+    assert all(spelling in text for f in OWN_FLAGS for spelling in (f.name, *f.aliases))
     everything = args.help_text("x", everything=True)
     assert all(f.options[0] in everything for f in _compat.flag_table())
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_own_fields_and_flags_match() -> None:
-    dests = {f.dest for f in args.OWN_FLAGS}
-    assert {f for f in args._OWN_FIELDS if f not in dests} == set()
-    assert {d for d in dests if d not in args._OWN_FIELDS} <= set(args.megatron_defaults())
+    dests = {f.dest for f in OWN_FLAGS}
+    assert {f for f in _OWN_FIELDS if f not in dests} == set()
+    assert {d for d in dests if d not in _OWN_FIELDS} <= set(megatron_defaults())
 
 
 def test_plan_is_json(hf: str) -> None:

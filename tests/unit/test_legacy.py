@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from megatron_patch.training import args, legacy
+from megatron_patch.training import legacy
+from megatron_patch.training.flags import parse
 
 FULL = shlex.split(
     "dlc 8B 2 64 1e-5 1e-6 4096 4096 bf16 4 2 1 1 4 true true true false sel false 500 "
@@ -68,7 +69,7 @@ def test_every_order_is_recognised_from_its_values(order: legacy.Order) -> None:
         assert found is not None and found.names == order.names, script
         flags = flags_of(legacy.answer(values, f"{script}.sh", {}))
         argv = [t for name, tokens in flags.items() for t in (name, *tokens)]
-        read = args.parse(argv)
+        read = parse(argv)
         assert read["micro_batch_size"].value == 1 and read["output_dir"].value == "/o"
         assert read["recompute_num_layers"].value == 1
         length = {"train_tokens", "train_iters", "epochs"} & set(read)

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_patch.models.registry import get_family
 from megatron_patch.training import args, memory, parallel
+from megatron_patch.training.flags import FP8_RECIPES, USER_FLAGS_MARK
 from megatron_patch.util import UserError
 
 CONFIGS = Path(__file__).parent.parent / "fixtures" / "configs"
@@ -31,9 +32,7 @@ def hf(tmp_path: Path, name: str = "qwen3-8b", **changes: object) -> str:
 
 
 def plan(model: str, flags: str = "", **kwargs: object) -> args.Plan:
-    base = (
-        f"--hf-model {model} --seq-length 4096 --lr 1e-4 --train-iters 100 {args.USER_FLAGS_MARK}"
-    )
+    base = f"--hf-model {model} --seq-length 4096 --lr 1e-4 --train-iters 100 {USER_FLAGS_MARK}"
     kwargs.setdefault("device", "h200")
     kwargs.setdefault("world_size", 8)
     return args.resolve([*base.split(), *flags.split()], **kwargs)  # type: ignore[arg-type]
@@ -359,12 +358,12 @@ def test_a_sound_plan_is_not_refused(tmp_path: Path) -> None:
     assert moe.layout["experts_per_rank"] == 16 and moe.layout["kv_heads_per_rank"] == 2
 
 
-@pytest.mark.parametrize("recipe", [None, *args.FP8_RECIPES])
+@pytest.mark.parametrize("recipe", [None, *FP8_RECIPES])
 def test_sequence_multiple(recipe: str | None) -> None:
     for tp, cp, sp in itertools.product((1, 2, 3, 8), (1, 2, 4, 6), (False, True)):
         multiple = parallel.sequence_multiple(recipe, tp, cp, sp)
         spread = tp if sp else 1
-        block = args.FP8_RECIPES[recipe][2] if recipe else 1
+        block = FP8_RECIPES[recipe][2] if recipe else 1
 
         def sound(length: int, tp: int = spread, cp: int = cp, block: int = block) -> bool:
             share = length / (cp * tp)

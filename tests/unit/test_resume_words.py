@@ -10,6 +10,7 @@ import pytest
 
 from megatron_patch.patches.tracker_file import TRACKER
 from megatron_patch.training import args, run
+from megatron_patch.training.flags import USER_FLAGS_MARK
 from megatron_patch.util import UserError
 from tests.unit.checkpoints import write_checkpoint
 
@@ -35,9 +36,7 @@ def plan(hf: str, out: Path | str, *flags: str) -> args.Plan:
     base = f"--hf-model {hf} --output-dir {out} --mock-data --lr 1e-3 --seq-length 1024".split()
     if not any(f.startswith("--train") for f in flags):
         base += ["--train-iters", "200"]
-    return args.resolve(
-        [*base, "--gbs", "8", args.USER_FLAGS_MARK, *flags], device="cpu", world_size=1
-    )
+    return args.resolve([*base, "--gbs", "8", USER_FLAGS_MARK, *flags], device="cpu", world_size=1)
 
 
 # --- batch and length -------------------------------------------------------------------------
