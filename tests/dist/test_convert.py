@@ -54,9 +54,12 @@ CASES = [
     *(("qwen3", layout) for layout in ("one", "tp2", "pp2-vpp2")),
     *(("moe", layout) for layout in ("ep2", "tp2-etp2", "pp2-vpp2")),
     *(("moe-stacked", layout) for layout in ("tp2", "ep2")),
-    *(("deepseek-v3", layout) for layout in ("pp2", "ep2", "tp2-etp2")),
-    *(("deepseek-v2", layout) for layout in ("tp2", "ep2")),
-    *(("glm4", layout) for layout in ("pp2", "tp2-etp2")),
+    *(("deepseek-v3", layout) for layout in ("pp2", "tp2-etp2")),
+    pytest.param("deepseek-v3", "ep2", marks=pytest.mark.slow),
+    pytest.param("deepseek-v2", "tp2", marks=pytest.mark.slow),
+    ("deepseek-v2", "ep2"),
+    pytest.param("glm4", "pp2", marks=pytest.mark.slow),
+    ("glm4", "tp2-etp2"),
 ]
 
 
