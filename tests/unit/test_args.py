@@ -613,6 +613,7 @@ def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
         "--data-path": write_index(tmp_path / "e", [1024] * 320),
         "--valid-data-path": None,  # excludes --data-path
         "--warmup-ratio": "0.3",
+        "--lora-dropout": "0.3",
         "--precision": "fp16",
         "--fp8": "delayed",
         "--parallel": "auto",
@@ -637,6 +638,8 @@ def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
                 given = [flag.name] if flag.kind == "flag" else [flag.name, value]
                 args.resolve([*argv, *given])
             argv += ["--sft", *(["--no-packing"] if flag.name == "--pad-to-max-length" else [])]
+            if flag.name.startswith("--lora-") and flag.name != "--lora-rank":
+                argv += ["--lora-rank", "8"]
         argv += [USER_FLAGS_MARK]
         reference = ["--train-samples", "700"] if "--train-iters" not in argv else []
         before = args.resolve([*argv, *reference])
