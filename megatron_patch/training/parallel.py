@@ -1084,7 +1084,7 @@ def main(argv: list[str]) -> int:
     notes = list(plan.notes)
     if plan.environment.assumed and not plan.own.device and not plan.own.gpu_memory:
         notes.append(f"no GPU here and no --device: planned for {plan.device}")
-    if plan.run is None:
+    if plan.run is None and plan.own.epochs is None:
         notes.append(
             "no run length given: --train-tokens, --train-iters, --train-samples, --epochs"
         )

@@ -43,6 +43,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "DATA": str(folder / "mine"),
         "HOSTS": str(folder / "hosts"),
         "HOST": "node-a",
+        "SMOLLM2": str(folder / "input" / "model"),
+        "chats.jsonl": str(folder / "chats.jsonl"),
+        "train.jsonl": str(folder / "text.jsonl"),
     }
 
 
@@ -56,10 +59,12 @@ def test_commands(readme: Path, inputs: dict[str, str], tmp_path: Path) -> None:
         for word, value in inputs.items():
             text = re.sub(rf"\b{re.escape(word)}(?=\b|_)", value, text)
         argv = [sys.executable if part == "python" else part for part in shlex.split(text)]
-        if argv[0] == "bash":
+        if argv[:2] == ["megatron-patch", "generate"]:
+            continue  # needs what the command before it trains
+        if argv[1].startswith(("examples/", "toolkits/")):
             argv[1] = str(ROOT / argv[1])
-            if "--dry-run" not in argv:
-                argv.append("--dry-run")
+        if "/examples/" in argv[1] and "--dry-run" not in argv:
+            argv.append("--dry-run")
         done = subprocess.run(
             argv, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
         )
