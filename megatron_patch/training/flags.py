@@ -476,6 +476,18 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "with --no-packing: every sequence is --seq-length long (it always is in a pipeline)",
     ),
     OwnFlag(
+        "--save-hf",
+        (),
+        "save_hf",
+        "str",
+        FINE_TUNING,
+        "Hugging Face directories at the end: hf/ of the last checkpoint, and hf-best/ of the one "
+        "with the lowest validation loss",
+        "WHICH",
+        choices=("best", "last", "none"),
+        default="best: both",
+    ),
+    OwnFlag(
         "--freeze",
         (),
         "freeze",
@@ -602,6 +614,7 @@ class OwnFlags:
     sft_loss_unit: str = "token"
     no_packing: bool = False
     pad_to_max_length: bool = False
+    save_hf: str = "best"
     freeze: list[str] | None = None
     lora_rank: int | None = None
     lora_alpha: float | None = None

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -275,10 +275,23 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: no such file, or a line that is not JSON (a torn last line is dropped).
     """
+    steps = {r["iteration"]: r for r in _records(path) if "evaluation" not in r}
+    return [steps[i] for i in sorted(steps)]
+
+
+def evaluations(path: Path) -> dict[int, float]:
+    """Loss of the validation set after each step that it was evaluated at.
+
+    Args and errors are those of `read`.
+    """
+    found = [r for r in _records(path) if r.get("evaluation") == "validation"]
+    return {r["iteration"]: float(r["lm loss"]) for r in found}
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
     path = path / FILE if path.is_dir() else path
     if not path.exists():
         raise UserError(f"{path}: no such file; a run directory holds one after its first step")
-    steps: dict[int, dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -291,9 +304,7 @@ def read(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{path}:{number}: not JSON ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
             raise UserError(f"{path}:{number}: no record of a step (it has no 'iteration')")
-        if "evaluation" not in record:
-            steps[record["iteration"]] = record
-    return [steps[i] for i in sorted(steps)]
+        yield record
 
 
 def _number(value: Any) -> bool:

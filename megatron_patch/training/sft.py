@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.convert import adapter, commands, dist_io
 from megatron_patch.data import packing, sft_dataset, sft_store
 from megatron_patch.data.sft_dataset import Rows, Shape
-from megatron_patch.training import lora
+from megatron_patch.training import lora, metrics
 from megatron_patch.training.args import (
     LAUNCH_DEFAULT,
     has_checkpoint,
@@ -91,8 +92,6 @@ def with_weights(plan: Plan, argv: Sequence[str]) -> list[str]:
     Raises:
         UserError: the weights cannot be read.
     """
-    from megatron_patch.convert import commands
-
     own, words = plan.own, list(argv)
     checkpoints = os.path.join(own.output_dir or "", "checkpoints")
     if own.init_from or not own.hf_model or not own.output_dir or has_checkpoint(checkpoints):
@@ -111,36 +110,52 @@ def with_weights(plan: Plan, argv: Sequence[str]) -> list[str]:
 
 
 def export(plan: Plan) -> None:
-    """The run's last checkpoint as a Hugging Face directory, `hf/` of the run.
+    """Hugging Face directories of a run: `hf/`, its last checkpoint, and `hf-best/`.
+
+    The best is that of the checkpoint after which the validation loss was the lowest; it is left
+    out where that is the last one. `--save-hf` asks for less.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: one cannot be written.
     """
-    from megatron_patch.convert import commands
-
-    own = plan.own
-    checkpoints = Path(own.output_dir or "", "checkpoints")
-    if not has_checkpoint(checkpoints):
+    run = Path(plan.own.output_dir or "")
+    checkpoints = run / "checkpoints"
+    if plan.own.save_hf == "none" or not has_checkpoint(checkpoints):
         return
-    output = Path(own.output_dir or "", "hf")
-    if output.exists():
-        shutil.rmtree(output)
-    where = ["--input-dir", str(checkpoints), "--output-dir", str(output)]
-    if commands.mcore2hf([*where, "--hf-dir", own.hf_model or ""]):
-        raise UserError(f"{checkpoints} was not exported; see above")
-    if own.lora_rank is not None:
-        _export_adapters(plan, checkpoints, output)
+    last = dist_io.find_checkpoint(checkpoints)
+    _export_step(plan, last, "")
+    shutil.rmtree(run / "hf-best", ignore_errors=True)
+    if plan.own.save_hf == "last":
+        return
+    losses = {
+        checkpoints / f"iter_{step:07d}": loss for step, loss in metrics.evaluations(run).items()
+    }
+    saved = [step for step in losses if step.is_dir()]
+    if saved:
+        best = min(saved, key=lambda step: losses[step])
+        print(f"> lowest validation loss {losses[best]:.4f} at {best.name}")
+        if best != last:
+            _export_step(plan, best, "-best")
 
 
-def _export_adapters(plan: Plan, checkpoints: Path, merged: Path) -> None:
-    from megatron_patch.convert import adapter
+def _export_step(plan: Plan, step: Path, suffix: str) -> None:
+    """One checkpoint; `suffix` tells its directories from another one's."""
+    output = Path(plan.own.output_dir or "", f"hf{suffix}")
+    shutil.rmtree(output, ignore_errors=True)
+    where = ["--input-dir", str(step), "--output-dir", str(output)]
+    if commands.mcore2hf([*where, "--hf-dir", plan.own.hf_model or ""]):
+        raise UserError(f"{step} was not exported; see above")
+    if plan.own.lora_rank is not None:
+        _export_adapters(plan, step, output, suffix)
 
+
+def _export_adapters(plan: Plan, checkpoints: Path, merged: Path, suffix: str) -> None:
     own = plan.own
     assert own.lora_rank is not None and own.hf_model and plan.model is not None
     wanted = own.lora_target_modules or [lora.ALL]
     found = adapter.read(checkpoints, lora.modules(plan.model, wanted))
     size, alpha = own.lora_rank, lora.alpha(plan)
-    folder = merged.with_name("adapter")
+    folder = merged.with_name(f"adapter{suffix}")
     adapter.write_peft(
         folder, found, rank=size, alpha=alpha, dropout=own.lora_dropout, base=own.hf_model
     )
@@ -283,6 +298,9 @@ def complete(plan: Plan, train: Rows, valid: Rows | None) -> None:
         put("eval_iters", min(most, valid.epoch(0).steps))
         if not plan.given("eval_interval"):
             put("eval_interval", min(500, train.epoch(0).steps))
+        if not plan.given("save_interval"):
+            # What is evaluated is saved, so that the best is there in the end.
+            put("save_interval", values["eval_interval"])
     shape = train.shape
     plan.order = {name: getattr(shape, name) for name in _KEPT}
     plan.order |= {"multiple": shape.alignment.sample, "rows": train.digest}
