@@ -1162,7 +1162,7 @@ def _go_on(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
     total = start.iteration + left
     put({"train_iters": total, "train_samples": None}, f"{COMMAND_LINE} ({run.asked})")
     if values["lr_decay_iters"] is None and values["lr_decay_samples"] is None:
-        put({"lr_decay_iters": run.iters}, f"{COMMAND_LINE} ({run.asked})")
+        put({"lr_decay_iters": run.iters}, f"by sequences ({run.asked})")
         if start.warmup is not None:
             share = start.warmup / (run.iters * batch)
             put(

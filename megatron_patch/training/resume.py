@@ -136,7 +136,8 @@ def read(directory: str, step: int | None = None) -> Start | None:
         back = ""
         if others:
             tracker = Path(directory) / TRACKER
-            back = f" Or go back: echo {int(others[-1][5:])} > {tracker} takes {others[-1]}."
+            back = f" Or go on from another step: echo {int(others[-1][5:])} > {tracker} takes "
+            back += f"{others[-1]}."
         raise UserError(f"{problem}{back}") from None
 
 

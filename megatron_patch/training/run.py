@@ -485,7 +485,7 @@ def _changes(previous: Path, plan: Plan) -> list[str]:
             "config.json, or another --output-dir (with --init-from for these weights)"
         )
     for dest, (old, new) in other.items():
-        derived = dest.startswith("lr_warmup") and not plan.given(dest)
+        derived = dest.startswith(("lr_warmup", "lr_decay_iters")) and not plan.given(dest)
         if dest in network or not (derived or _FREE.fullmatch(dest)):
             lines.append(f"changed since the last start: {flag_name(dest)} {old} -> {new}")
     return lines
