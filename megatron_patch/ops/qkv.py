@@ -24,10 +24,12 @@ try:
 except ImportError:  # torch for CPUs
     triton = None
 
-#: Tokens that one step of a kernel works on.
-_TOKENS = 4
+#: Tokens that one step of a kernel works on, and warps of a program. On an H200, 16,384 tokens with
+#: 8 groups of 2 heads of 128 channels take 78 us forward and 122 us back; reading and writing
+#: everything once takes 62 and 94.
+_TOKENS, _WARPS = 2, 2
 #: Programs a multiprocessor in the backward pass; each sums its share of the norms' gradients.
-_PROGRAMS = 8
+_PROGRAMS = 16
 
 if triton is not None:
 
@@ -180,7 +182,7 @@ class SplitNormRotate(torch.autograd.Function):
         }
         _forward[(triton.cdiv(s * b, _TOKENS), groups)](
             x_SBGF, q, k, v, cos, sin, q_weight_D if norm else cos, k_weight_D if norm else cos,
-            *ctx.shape, **ctx.sizes,
+            *ctx.shape, **ctx.sizes, num_warps=_WARPS,
         )  # fmt: skip
         # Without a norm the rotation alone is linear: nothing but its angles is needed again.
         ctx.save_for_backward(x_SBGF if norm else None, q_weight_D, k_weight_D, cos, sin)
@@ -198,7 +200,7 @@ class SplitNormRotate(torch.autograd.Function):
         parts = torch.empty(programs if norm else 1, 2, size, dtype=torch.float32, device=dq.device)
         _backward[(programs,)](
             x if norm else dx, dq, dk, dv, cos, sin, q_weight if norm else cos,
-            k_weight if norm else cos, dx, parts, *ctx.shape, **ctx.sizes,
+            k_weight if norm else cos, dx, parts, *ctx.shape, **ctx.sizes, num_warps=_WARPS,
         )  # fmt: skip
         if not norm:
             return dx, None, None, None, None, None, None

@@ -8,6 +8,7 @@ Shape suffixes: N tokens, F width of the MLP.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -75,25 +76,34 @@ def swiglu(x_N2F: Tensor) -> Tensor:
     return y
 
 
-def wrap(original: Any) -> Any:
-    """For upstream's `bias_swiglu_impl(input, bias, fp8_input_store, cpu_offload_input)`.
+def install_everywhere(stage: Any) -> int:
+    """Let the dense MLPs of a stage use these kernels where they cover what upstream's would do.
 
-    What the kernels do not cover (a bias, inputs stored in FP8 or on the host, CPU ranks) goes
-    upstream's way.
+    Upstream calls an activation that is a module's own where the configuration says so; each MLP
+    gets a configuration of its own that does.
+
+    Returns:
+        The number of MLPs that do from now on.
     """
+    from megatron.core.transformer.mlp import MLP
 
-    def bias_swiglu_impl(
-        input: Tensor, bias: Tensor | None, fp8_input_store: bool = False, cpu_offload: bool = False
-    ) -> Tensor:
+    changed = 0
+    for module in stage.modules():
+        if triton is None or type(module) is not MLP:
+            continue
+        config = module.config
         if (
-            triton is None
-            or not input.is_cuda
-            or bias is not None
-            or fp8_input_store
-            or cpu_offload
+            config.activation_func is not torch.nn.functional.silu
+            or not config.gated_linear_unit
+            or not config.bias_activation_fusion
+            or config.add_bias_linear
+            or config.activation_func_fp8_input_store
+            or config.cpu_offloading
+            or config.activation_func_clamp_value is not None
         ):
-            out: Tensor = original(input, bias, fp8_input_store, cpu_offload)
-            return out
-        return swiglu(input)
-
-    return bias_swiglu_impl
+            continue
+        module.config = copy.copy(config)
+        module.config.use_te_activation_func = True
+        module.activation_func = swiglu
+        changed += 1
+    return changed

@@ -538,15 +538,15 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     ),
     *CHAT_FLAGS,
     OwnFlag(
-        "--qkv-fusion",
+        "--fused-kernels",
         (),
-        "qkv_fusion",
+        "fused_kernels",
         "str",
         _MEMORY,
-        "split, query and key norm and rotary embedding in one kernel",
+        "own kernels for queries, keys and values (split, norm, rotary embedding) and SwiGLU",
         "auto|off",
         choices=("auto", "off"),
-        default="auto: on for GPUs, in the layers that it covers",
+        default="auto: on for GPUs, in the layers that they cover",
     ),
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
@@ -605,7 +605,7 @@ class OwnFlags:
     fp8: str | None = None
     backend: str | None = None
     linear_cross_entropy: str | None = None
-    qkv_fusion: str | None = None
+    fused_kernels: str | None = None
     cpu_offloading: bool = False
     cpu_offloading_optimizer: bool = False
     per_device_train_batch_size: int | None = None

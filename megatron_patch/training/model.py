@@ -60,7 +60,7 @@ def model_config(
     spec: ModelSpec | None,
     *,
     linear_cross_entropy: bool = False,
-    qkv_fusion: bool = False,
+    fused_kernels: bool = False,
     adjust: Callable[[list[Any]], None] | None = None,
 ) -> Any:
     """The `GPTModelConfig` for `args`, with this library's hooks.
@@ -69,7 +69,7 @@ def model_config(
         args: validated Megatron arguments.
         spec: the family's resolution of `config.json`; None for a model given by Megatron flags.
         linear_cross_entropy: make output layer and loss one operation.
-        qkv_fusion: split, norm and rotate queries and keys in one kernel where it can.
+        fused_kernels: this library's kernels where they cover what a layer does.
         adjust: changes the stages as the entry point needs them, last.
 
     Returns:
@@ -101,10 +101,11 @@ def model_config(
                 fused.install(
                     stage, spec.true_vocab_size if spec is not None else args.padded_vocab_size
                 )
-            if qkv_fusion:
-                from megatron_patch.ops import qkv
+            if fused_kernels:
+                from megatron_patch.ops import qkv, swiglu
 
                 qkv.install_everywhere(stage)
+                swiglu.install_everywhere(stage)
         if adjust is not None:
             adjust(stages)
         return stages

@@ -293,7 +293,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             args,
             plan.model,
             linear_cross_entropy=plan.linear_cross_entropy,
-            qkv_fusion=plan.device != "cpu" and plan.own.qkv_fusion != "off",
+            fused_kernels=plan.device != "cpu" and plan.own.fused_kernels != "off",
             adjust=functools.partial(recipe.adjust, plan=plan) if recipe.adjust else None,
         )
     metrics.RECORDER = metrics.Recorder(

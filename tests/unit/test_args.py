@@ -619,7 +619,7 @@ def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
         "--parallel": "auto",
         "--backend": "torch",
         "--linear-cross-entropy": "off",
-        "--qkv-fusion": "off",
+        "--fused-kernels": "off",
         "--env": "slurm",
         "--device": "h200",
         "--train-tokens": "1B",
