@@ -178,3 +178,37 @@ def load_tensors(rank: int, world_size: int, directory: Path, source: str) -> di
     state = {k: v for k, v in load_plain_tensors(source).items() if torch.is_tensor(v)}
     torch.save(state, directory / "tensors.pt")
     return {"names": sorted(state)}
+
+
+def count_parameters(
+    rank: int, world_size: int, directory: Path, argv: list[str]
+) -> dict[str, Any]:
+    """Build the model of a command line by the entry point: what this rank holds of it.
+
+    The biases of routers are counted along, although they are buffers.
+    """
+    from megatron.core import mpu
+    from megatron.core.utils import unwrap_model
+    from megatron.training import training as upstream
+
+    from megatron_patch import pretrain
+
+    original = upstream.setup_model_and_optimizer
+    found: dict[str, Any] = {}
+
+    def set_up(*args: Any, **kwargs: Any) -> Any:
+        built = original(*args, **kwargs)
+        chunks = unwrap_model(built[0])
+        count = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        count += sum(
+            buffer.numel()
+            for chunk in chunks
+            for name, buffer in chunk.named_buffers()
+            if name.endswith("expert_bias")
+        )
+        found.update(stage=mpu.get_pipeline_model_parallel_rank(), count=count)
+        return built
+
+    upstream.setup_model_and_optimizer = set_up
+    assert pretrain.main(argv) == 0
+    return found

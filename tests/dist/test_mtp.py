@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_patch.training import metrics
+from megatron_patch.training import args, memory, metrics
 from tests.dist.harness import RankServer
 from tests.dist.tiny import tensors, worst, write_corpus, write_model
 
@@ -100,3 +100,22 @@ def test_layout_changes_nothing(
     print(f"{layout}: gradient {gap:.1e} ({name})")
     assert gap < 1e-5, name
     np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout", [("--pp", "2"), ("--tp", "2"), ("--ep", "2")], ids=lambda layout: layout[0].strip("-")
+)
+def test_the_preflight_knows_what_a_rank_holds(
+    layout: tuple[str, ...], ranks: RankServer, start: Start, tmp_path: Path
+) -> None:
+    argv = [
+        *("--hf-model", str(start.model), "--data-path", str(start.corpus)),
+        *("--output-dir", str(tmp_path / "run"), "--seq-length", "64", "--lr", "0.1"),
+        *("--global-batch-size", "4", "--train-iters", "1", *layout),
+    ]
+    plan = args.resolve(argv, world_size=2, device="cpu")
+    result = ranks.run("tests.dist.jobs:count_parameters", 2, tmp_path / "job", argv=argv)
+    stages = memory.rank_parameters(plan.values, 2)
+    assert [value["count"] for value in result.values] == [
+        stages[value["stage"]] for value in result.values
+    ]
