@@ -1,9 +1,9 @@
 """Core attention on `torch.nn.functional.scaled_dot_product_attention`.
 
 Takes the place of Transformer Engine's `DotProductAttention` where that is absent: causal or full,
-grouped-query, different key and value widths (MLA), packed sequences (`thd`) and context parallel
-with the zigzag layout that Megatron-Core's batch slicing uses (rank r of c holds chunks r and
-2c-1-r of every sequence).
+grouped-query, different key and value widths (MLA), sliding windows, attention sinks, packed
+sequences (`thd`) and context parallel with the zigzag layout that Megatron-Core's batch slicing
+uses (rank r of c holds chunks r and 2c-1-r of every sequence).
 
 Shape suffixes: s query length on this rank, t key length, b batch, h query heads on this rank,
 g key/value groups on this rank, d key width, v value width, T packed tokens on this rank.
@@ -12,6 +12,7 @@ g key/value groups on this rank, d key width, v value width, T packed tokens on 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,11 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -77,6 +83,8 @@ def sdpa(
     scale: float,
     dropout: float = 0.0,
     mask: Tensor | None = None,
+    window: int | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attention of one chunk of queries over a prefix of keys.
 
@@ -88,11 +96,27 @@ def sdpa(
         scale: factor on the scores, usually 1/sqrt(d).
         dropout: probability on the attention weights.
         mask: optional boolean [.., s, t], True where a score counts; excludes `causal`.
+        window: how many keys before its own a query sees; needs `causal`.
+        sink: [h], a score that every softmax holds beside those of the keys; its value is zero.
 
     Returns:
         [s, b, h, v], dtype of the queries.
     """
-    s, t, h, g = q_sbhd.shape[0], k_tbgd.shape[0], q_sbhd.shape[2], k_tbgd.shape[2]
+    s, t = q_sbhd.shape[0], k_tbgd.shape[0]
+    if window is not None and s + window < t:  # keys that no query here sees
+        k_tbgd, v_tbgv = k_tbgd[t - s - window :], v_tbgv[t - s - window :]
+        t = s + window
+    if window is not None and window < t - 1:
+        assert causal and mask is None
+        last = torch.arange(t - s, t, device=q_sbhd.device)[:, None]
+        key = torch.arange(t, device=q_sbhd.device)
+        mask, causal = (key <= last) & (key >= last - window), False
+    width = v_tbgv.shape[3]
+    if sink is not None:
+        q_sbhd, k_tbgd, v_tbgv, t = *_with_sink(q_sbhd, k_tbgd, v_tbgv, sink, scale), t + 1
+        if mask is not None:
+            mask = F.pad(mask, (1, 0), value=True)
+    h, g = q_sbhd.shape[2], k_tbgd.shape[2]
     d, v = k_tbgd.shape[3], v_tbgv.shape[3]
     q, k, val = (x.permute(1, 2, 0, 3) for x in (q_sbhd, k_tbgd, v_tbgv))
     if v < d:
@@ -123,14 +147,31 @@ def sdpa(
         scale=scale,
         enable_gqa=gqa,
     )
-    return out[..., :v].permute(2, 0, 1, 3)
+    return out[..., :width].permute(2, 0, 1, 3)
+
+
+def _with_sink(
+    q_sbhd: Tensor, k_tbgd: Tensor, v_tbgv: Tensor, sink: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a key with score ``sink`` and value zero before the others, one for each query head.
+
+    Queries and keys get eight more channels (flash kernels want a multiple of eight), of which the
+    first is 1 in queries and the score in the new key: no kernel has to know, and the sink's
+    gradient is the key's.
+    """
+    b, h, d = q_sbhd.shape[1:]
+    repeats = h // k_tbgd.shape[2]
+    k, v = (x.repeat_interleave(repeats, dim=2) for x in (k_tbgd, v_tbgv))
+    q = torch.cat([q_sbhd, q_sbhd.new_ones(*q_sbhd.shape[:3], 1)], dim=-1)
+    first = F.pad((sink / scale).to(k.dtype)[:, None], (d, 7)).expand(1, b, h, d + 8)
+    return F.pad(q, (0, 7)), torch.cat([first, F.pad(k, (0, 8))]), F.pad(v, (0, 0, 0, 0, 0, 0, 1, 0))
 
 
 class SDPACoreAttention(MegatronModule):
     """Core attention with the constructor and call of `TEDotProductAttention`.
 
-    Source of the interface: `megatron/core/extensions/transformer_engine.py`. Holds no parameter
-    and no extra state, so checkpoints are the same with either.
+    Source of the interface: `megatron/core/extensions/transformer_engine.py`. Holds no extra state
+    and of parameters only its sinks, under the same name, so checkpoints are the same with either.
     """
 
     def __init__(
@@ -152,16 +193,6 @@ class SDPACoreAttention(MegatronModule):
             raise ValueError(
                 f"without Transformer Engine only self-attention works, not {attention_type!r}"
             )
-        if config.softmax_type != "vanilla":
-            raise ValueError(
-                f"--softmax-type {config.softmax_type} needs Transformer Engine: install the "
-                "extra te-cu12 or te-cu13"
-            )
-        if config.window_size is not None:
-            raise ValueError(
-                "sliding-window attention needs Transformer Engine: install the extra te-cu12 or "
-                "te-cu13, or drop --window-size"
-            )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
             required_pgs=["tp", "cp"]
         )
@@ -174,6 +205,23 @@ class SDPACoreAttention(MegatronModule):
         # overflow of half-precision scores; here those are float32 on the way anyway.
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(width)
         self.heads = divide(config.num_attention_heads, groups.tp.size())
+        self.tp_group = groups.tp
+        self.window: int | None = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            left = config.window_size[0]
+            self.window = None if left < 0 else left
+        self.softmax_offset: Tensor | None = None
+        if config.softmax_type != "vanilla":
+            device = torch.cuda.current_device()
+            offset = torch.zeros(self.heads, dtype=config.params_dtype, device=device)
+            if config.softmax_type == "learnable":
+                self.softmax_offset = torch.nn.Parameter(offset)
+                if config.perform_initialization:
+                    config.init_method(self.softmax_offset)
+            else:
+                self.softmax_offset = offset
 
     def forward(
         self,
@@ -216,6 +264,8 @@ class SDPACoreAttention(MegatronModule):
             if causal:
                 s, t = query.shape[0], key.shape[0]
                 keep = keep & keep.new_ones(s, t).tril(t - s)
+                if self.window is not None:
+                    keep = keep & keep.new_ones(s, t).triu(t - s - self.window)
         if self.cp_size > 1:
             if keep is not None or not causal:
                 raise ValueError("context parallel without Transformer Engine is causal only")
@@ -228,13 +278,22 @@ class SDPACoreAttention(MegatronModule):
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None
     ) -> Tensor:
         rate = self.dropout if self.training else 0.0
+        if not causal and mask is None and self.window is not None:
+            raise ValueError("a sliding window without Transformer Engine is causal only")
+        attend = partial(
+            sdpa,
+            causal=causal,
+            scale=self.softmax_scale,
+            dropout=rate,
+            mask=mask,
+            window=self.window if mask is None else None,
+            sink=self.softmax_offset,
+        )
         if rate and not self.config.sequence_parallel:
             # Heads differ between TP ranks, so must the random numbers.
             with tensor_parallel.get_cuda_rng_tracker().fork():
-                return sdpa(
-                    q, k, v, causal=causal, scale=self.softmax_scale, dropout=rate, mask=mask
-                )
-        return sdpa(q, k, v, causal=causal, scale=self.softmax_scale, dropout=rate, mask=mask)
+                return attend(q, k, v)
+        return attend(q, k, v)
 
     def _ring_free(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Context parallel by gathering keys and values: two causal blocks, no exchange of Q.
@@ -318,12 +377,21 @@ class SDPACoreAttention(MegatronModule):
         if not attended:
             # Only padding on this rank: no rows of every input, so that its backward pass takes
             # part in the reduce-scatters that the other ranks wait in.
-            out += [x.reshape(-1)[:0].view(0, q.shape[1], v.shape[-1]) for x in (q, k, v)]
+            used = (q, k, v) if self.softmax_offset is None else (q, k, v, self.softmax_offset)
+            out += [x.reshape(-1)[:0].view(0, q.shape[1], v.shape[-1]) for x in used]
         result = torch.cat(out, dim=0).reshape(q.shape[0], -1)
         return result.unsqueeze(1) if squeeze else result
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Nothing to save."""
-        return {}
+        """The sinks, where they are learnt; split over TP."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )

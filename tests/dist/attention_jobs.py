@@ -8,7 +8,16 @@ from typing import Any
 HEADS = 4
 
 
-def reference(q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> Any:
+def reference(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    sink: Any = None,
+) -> Any:
     """[s, b, h, d], [t, b, g, d], [t, b, g, v] -> [s, b, h, v]; scores written out."""
     import torch
 
@@ -18,7 +27,13 @@ def reference(q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> Any:
     if causal:
         row, column = torch.arange(s)[:, None], torch.arange(t)[None]
         scores = scores.masked_fill(column > row + t - s, -torch.inf)
-    return torch.einsum("bhst,tbhv->sbhv", scores.softmax(-1), v)
+        if window is not None:
+            scores = scores.masked_fill(column < row + t - s - window, -torch.inf)
+    weights = scores.exp()
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + sink.exp()[:, None, None]
+    return torch.einsum("bhst,tbhv->sbhv", weights / total, v)
 
 
 def config(context_parallel: int = 1, **more: Any) -> Any:
@@ -88,6 +103,9 @@ CASES = {
     "packed-odd": {"lengths": [1, 5, 7, 16, 3], "groups": 2, "width": 8, "value": 8},
     # Most ranks hold nothing but padding and still take part.
     "packed-short": {"lengths": [1], "groups": 2, "width": 8, "value": 8},
+    "window": {"batch": 2, "groups": 2, "width": 8, "value": 8, "window": 5},
+    "packed-sink": {"lengths": [13, 2, 9], "groups": 2, "width": 8, "value": 8, "window": 3,
+                    "sink": True},
     "packed-tail": {"lengths": [13, 2], "groups": 2, "width": 12, "value": 8, "tail": 16},
 }
 
@@ -122,14 +140,19 @@ def _one(rank: int, size: int, case: dict[str, Any], name: str) -> dict[str, flo
     v, weight = make(case["groups"], case["value"]), make(HEADS, case["value"])
     # On the whole sequence, in this process.
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    sink = torch.randn(HEADS, dtype=dtype, generator=generator) if "sink" in case else None
+    if sink is not None:
+        whole.append(sink.clone().requires_grad_())
     scale = case["width"] ** -0.5
+    more = {"causal": True, "scale": scale, "window": case.get("window"), "sink": sink}
+    more |= {"sink": whole[3]} if sink is not None else {}
     expected = torch.zeros_like(weight)
     if params is None:
-        expected = reference(*whole, causal=True, scale=scale)
+        expected = reference(*whole[:3], **more)
     else:
         pieces, done = [], 0
         for start, n in zip(padded[:-1], case["lengths"], strict=True):
-            piece = reference(*(x[start : start + n] for x in whole), causal=True, scale=scale)
+            piece = reference(*(x[start : start + n] for x in whole[:3]), **more)
             pieces += [expected[done:start], piece]
             done = start + n
         expected = torch.cat([*pieces, expected[done:]])
@@ -141,15 +164,22 @@ def _one(rank: int, size: int, case: dict[str, Any], name: str) -> dict[str, flo
         x[~valid] = torch.nan
         x = x[mine] if params is None else x[mine].squeeze(1)
         local.append(x.requires_grad_())
-    layer = core(size, width=case["width"], value_width=case["value"])
+    flags = {"window_size": (case["window"], 0)} if "window" in case else {}
+    flags |= {"softmax_type": "learnable"} if sink is not None else {}
+    layer = core(size, width=case["width"], value_width=case["value"], **flags)
+    if sink is not None:
+        layer.softmax_offset = torch.nn.Parameter(sink)
     out = layer(*local, None, packed_seq_params=params)
     want = expected[mine].reshape(*out.shape)
     # `where`, since the loss mask cuts padding out of the loss, not out of the graph.
     (out * weight[mine].reshape(*out.shape)).sum().backward()
     gaps = {"output": (out - want).abs().max().item()}
     assert torch.equal(out[~valid[mine]], torch.zeros_like(out[~valid[mine]])), "rows of padding"
-    for label, ours, theirs in zip("qkv", local, whole, strict=True):
+    for label, ours, theirs in zip("qkv", local, whole[:3], strict=True):
         gaps[label] = (ours.grad - theirs.grad[mine].reshape(ours.shape)).abs().max().item()
+    if sink is not None:
+        torch.distributed.all_reduce(layer.softmax_offset.grad)
+        gaps["sink"] = (layer.softmax_offset.grad - whole[3].grad).abs().max().item()
     assert all(gap == gap for gap in gaps.values()), gaps
     return gaps
 

@@ -61,6 +61,35 @@ def test_causal_over_a_prefix_is_aligned_at_its_end(groups, queries):
         check(out, reference(q, k, v, causal=True, scale=8**-0.5).flatten(2), leaves)
 
 
+@pytest.mark.parametrize("queries", [1, 5, 11])
+@pytest.mark.parametrize("window", [None, 0, 3, 9, 10, 50])
+@pytest.mark.parametrize(("groups", "value"), [(2, 8), (4, 12)])
+@pytest.mark.parametrize("kind", ["vanilla", "learnable", "off-by-one"])
+def test_windows_and_sinks(kind, groups, value, window, queries):
+    q, k, v = leaves = inputs(11, groups=groups, queries=queries, value=value)
+    size = None if window is None else (window, 0)
+    layer = core(width=8, value_width=value, window_size=size, softmax_type=kind)
+    sink = None
+    if kind == "learnable":
+        sink = torch.nn.Parameter(torch.randn(HEADS, dtype=torch.float64))
+        layer.softmax_offset, leaves = sink, [*leaves, sink]
+    elif kind == "off-by-one":
+        sink = torch.zeros(HEADS, dtype=torch.float64)
+    expected = reference(q, k, v, causal=True, scale=8**-0.5, window=window, sink=sink)
+    check(layer(q, k, v, None), expected.flatten(2), leaves)
+
+
+@pytest.mark.parametrize(("skip", "window"), [(None, 4), (3, None), (2, 4), ([1, 1, 0], None)])
+def test_some_layers_have_no_window(skip, window):
+    assert core(width=8, window_size=(4, 0), window_attn_skip_freq=skip).window == window
+
+
+def test_a_window_of_both_sides_is_refused():
+    q, k, v = inputs(6)
+    with pytest.raises(ValueError, match="causal only"):
+        core(width=8, window_size=(4, 0))(q, k, v, None, attn_mask_type=AttnMaskType.no_mask)
+
+
 def test_masks_say_what_is_left_out():
     q, k, v = leaves = inputs(6)
     mask = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
@@ -198,18 +227,6 @@ def test_packed_dropout_is_repeatable():
 
 
 # --- refusals ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one needs Transformer Engine"),
-        ({"window_size": (4, 0)}, "--window-size"),
-    ],
-)
-def test_configurations_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        attention.SDPACoreAttention(config(**change), 1, AttnMaskType.causal, "self")
 
 
 def test_cross_attention_is_refused():
