@@ -41,6 +41,7 @@ _LAYER = (
     ("moe.router.weight", "mlp.router.weight"),
     ("moe.router.bias", "mlp.router.expert_bias"),
     ("moe.shared.gate_up.weight", "mlp.shared_experts.linear_fc1.weight"),
+    ("moe.shared.gate.weight", "mlp.shared_experts.gate_weight"),
     ("moe.shared.down.weight", "mlp.shared_experts.linear_fc2.weight"),
 )
 

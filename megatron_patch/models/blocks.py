@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.convert.rules import (
@@ -157,22 +158,61 @@ def common(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     }
 
 
+def windows(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
+    """A sliding window in every layer, where ``sliding_window`` is not null.
+
+    Transformers counts a query's own key among the ``sliding_window`` keys that it sees, Megatron
+    those before it.
+    """
+    if hf.get("sliding_window") is None:
+        return {}
+    size = positive(hf, "sliding_window")
+    notes.append(f"every query sees its own and the {size - 1} keys before it (sliding_window)")
+    return {"window_size": f"{size - 1},0"}
+
+
+def shared_expert(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
+    """A shared expert beside the routed ones, weighed with a sigmoid of its own."""
+    return {
+        "moe_shared_expert_intermediate_size": positive(hf, "shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
 def moe(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
+    """Experts and a softmax router; which layers have them is `sparse_layers`'."""
+    normalised = hf.require("norm_topk_prob", bool)
+    return softmax_experts(hf, notes, sparse_layers(hf), "moe_intermediate_size", normalised)
+
+
+def softmax_experts(
+    hf: HFConfig,
+    notes: list[str],
+    layers: tuple[LayerSpec, ...],
+    width: str,
+    normalised: bool,
+) -> dict[str, Any]:
     """Experts and a softmax router with HF's semantics.
 
-    Transformers takes the top k of the softmax over all experts and, with ``norm_topk_prob``,
+    Transformers takes the top k of the softmax over all experts and, where they are normalised,
     divides them by their sum; that equals a softmax over the top k logits.
+
+    Args:
+        hf: The configuration.
+        notes: What a user should know is added here.
+        layers: The layer plan.
+        width: Config key of an expert's size.
+        normalised: Whether the gates of the chosen experts sum to 1.
     """
     top_k, experts = positive(hf, "num_experts_per_tok"), positive(hf, "num_experts")
     if top_k > experts:
         raise UserError(
             f"{hf.path}: 'num_experts_per_tok' {top_k} exceeds 'num_experts' {experts}."
         )
-    normalised = hf.require("norm_topk_prob", bool)
     if normalised and top_k == 1:
         raise UserError(
-            f"{hf.path}: 'norm_topk_prob' with 'num_experts_per_tok' 1 makes every gate 1, and the "
-            f"router would get no gradient. Set norm_topk_prob to false."
+            f"{hf.path}: gates that sum to 1 ('norm_topk_prob', where it is a choice) with "
+            f"'num_experts_per_tok' 1 make every gate 1, and the router would get no gradient."
         )
     coefficient = hf.number("router_aux_loss_coef", Range(0))
     if coefficient:
@@ -182,10 +222,10 @@ def moe(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
             f"that of transformers divided by the top-k {top_k}, summed over the MoE layers; "
             f"--moe-aux-loss-coeff 0 turns it off"
         )
-    sparse = [int(layer.mlp == "moe") for layer in sparse_layers(hf)]
+    sparse = [int(layer.mlp == "moe") for layer in layers]
     return {
         "num_experts": experts,
-        "moe_ffn_hidden_size": positive(hf, "moe_intermediate_size"),
+        "moe_ffn_hidden_size": positive(hf, width),
         "moe_layer_freq": 1 if all(sparse) else sparse,
         "moe_router_topk": top_k,
         "moe_router_score_function": "softmax",
@@ -239,18 +279,37 @@ def sparse_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
     return layers
 
 
-def decoder_rules(spec: ModelSpec) -> tuple[Rule, ...]:
+@dataclass(frozen=True)
+class MoeNames:
+    """What HF files call the parts of a layer with experts.
+
+    Attributes:
+        block: The whole of it.
+        shared: The shared expert.
+        gate: An expert's first projection, whose result goes through the activation.
+        up: Its second one.
+        down: Its last one.
+    """
+
+    block: str = "mlp."
+    shared: str = "shared_experts."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def decoder_rules(spec: ModelSpec, moe: MoeNames = MoeNames()) -> tuple[Rule, ...]:  # noqa: B008
     """Weight rules of a pre-norm decoder with Llama's HF names, as its arguments and layers say."""
     args, hidden = spec.args, spec.args["hidden_size"]
     vocab = PadVocab(spec.true_vocab_size, spec.padded_vocab_size)
     vocab_shape = ((spec.true_vocab_size, hidden),)
     rules = [Rule("embedding.weight", ("model.embed_tokens.weight",), vocab_shape, vocab)]
     for number, layer in enumerate(spec.layers):
-        rules += _layer_rules(args, layer, f"layers.{number}.", f"model.layers.{number}.")
+        rules += _layer_rules(args, layer, f"layers.{number}.", f"model.layers.{number}.", moe)
     for number, layer in enumerate(spec.mtp):
         theirs = f"model.layers.{len(spec.layers) + number}."
         rules += _mtp_rules(args, f"mtp.{number}.", theirs)
-        rules += _layer_rules(args, layer, f"mtp.{number}.", theirs)
+        rules += _layer_rules(args, layer, f"mtp.{number}.", theirs, moe)
     rules.append(_rename("final_norm.weight", "model.norm.weight", hidden))
     if not spec.tied:
         rules.append(Rule("head.weight", ("lm_head.weight",), vocab_shape, vocab))
@@ -270,13 +329,15 @@ def mtp_copies(spec: ModelSpec) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _layer_rules(args: dict[str, Any], layer: LayerSpec, ours: str, theirs: str) -> list[Rule]:
+def _layer_rules(
+    args: dict[str, Any], layer: LayerSpec, ours: str, theirs: str, moe: MoeNames
+) -> list[Rule]:
     if layer.attention == "mla":
         rules = _latent_rules(args, ours + "latent.", theirs)
     else:
         rules = _attention_rules(args, ours + "attention.", theirs)
     if layer.mlp == "moe":
-        return rules + _moe_rules(args, ours + "moe.", theirs)
+        return rules + _moe_rules(args, ours + "moe.", theirs, moe)
     return rules + _mlp_rules(args, ours + "mlp.", theirs)
 
 
@@ -355,31 +416,36 @@ def _mlp_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
     return rules
 
 
-def _moe_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
+def _moe_rules(args: dict[str, Any], ours: str, theirs: str, names: MoeNames) -> list[Rule]:
     hidden, experts = args["hidden_size"], args["num_experts"]
+    block = theirs + names.block
     rules = [
         _rename(f"{ours}norm.weight", f"{theirs}post_attention_layernorm.weight", hidden),
-        _rename(f"{ours}router.weight", f"{theirs}mlp.gate.weight", experts, hidden),
+        _rename(f"{ours}router.weight", f"{block}gate.weight", experts, hidden),
     ]
     if args.get("moe_router_enable_expert_bias"):
-        bias = (f"{theirs}mlp.gate.e_score_correction_bias",)
+        bias = (f"{block}gate.e_score_correction_bias",)
         shape = ((experts,),)
         rules.append(Rule(f"{ours}router.bias", bias, shape, Rename(), keeps_dtype=True))
     shared = args.get("moe_shared_expert_intermediate_size")
     if shared:
-        inner = f"{theirs}mlp.shared_experts."
-        rules += _gated_rules(f"{ours}shared.", inner, hidden, shared)
+        rules += _gated_rules(f"{ours}shared.", block + names.shared, hidden, shared)
+    if args.get("moe_shared_expert_gate"):
+        name = f"{block}{names.shared[:-1]}_gate.weight"
+        rules.append(_rename(f"{ours}shared.gate.weight", name, 1, hidden))
     for e in range(experts):
-        inner = f"{theirs}mlp.experts.{e}."
-        rules += _gated_rules(f"{ours}experts.{e}.", inner, hidden, args["moe_ffn_hidden_size"])
+        inner, width = f"{block}experts.{e}.", args["moe_ffn_hidden_size"]
+        rules += _gated_rules(f"{ours}experts.{e}.", inner, hidden, width, names)
     return rules
 
 
-def _gated_rules(ours: str, theirs: str, hidden: int, size: int) -> list[Rule]:
-    names = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+def _gated_rules(
+    ours: str, theirs: str, hidden: int, size: int, names: MoeNames = MoeNames()  # noqa: B008
+) -> list[Rule]:
+    pair = (f"{theirs}{names.gate}.weight", f"{theirs}{names.up}.weight")
     return [
-        Rule(f"{ours}gate_up.weight", names, ((size, hidden), (size, hidden)), GatedUp()),
-        _rename(f"{ours}down.weight", f"{theirs}down_proj.weight", hidden, size),
+        Rule(f"{ours}gate_up.weight", pair, ((size, hidden), (size, hidden)), GatedUp()),
+        _rename(f"{ours}down.weight", f"{theirs}{names.down}.weight", hidden, size),
     ]
 
 

@@ -43,6 +43,18 @@ def mask_padded_vocab(model: Any, true_vocab_size: int) -> None:
     layer.register_forward_hook(hook, with_kwargs=True)
 
 
+def _split_sinks(stage: Any) -> None:
+    """Tell that every TP rank has sinks of its own, which the norm of the gradients asks for.
+
+    Neither upstream's nor Transformer Engine's attention says so of ``softmax_offset``.
+    """
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    for name, parameter in stage.named_parameters():
+        if name.endswith(".softmax_offset") and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+
+
 def _add_details(stage: Any, spec: ModelSpec) -> None:
     """What Megatron's arguments cannot say of a model."""
     if spec.latent_norm_epsilon is not None:
@@ -94,6 +106,7 @@ def model_config(
                 mask_padded_vocab(stage, spec.true_vocab_size)
                 _add_details(stage, spec)
             weigh_by_main_targets(stage)
+            _split_sinks(stage)
             stage.fused_loss = None
             if linear_cross_entropy:
                 from megatron_patch.ops import linear_cross_entropy as fused

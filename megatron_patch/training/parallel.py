@@ -291,6 +291,22 @@ def _device_refusals(plan: Plan) -> Iterator[str]:
         for dest in ("moe_grouped_gemm", "moe_permute_fusion", "apply_rope_fusion"):
             if plan.given(dest) and values[dest]:
                 yield f"{flag_name(dest)} needs Transformer Engine, which this run does without"
+    if plan.environment.te and values["context_parallel_size"] > 1:
+        how = values["cp_comm_type"]
+        every = how if isinstance(how, list) else [how]
+        special = [
+            what
+            for what, there in (
+                ("a sliding window", values["window_size"] is not None),
+                ("attention sinks", values["softmax_type"] != "vanilla"),
+            )
+            if there
+        ]
+        if special and any(kind != "a2a" for kind in every):
+            yield (
+                f"this model has {' and '.join(special)}, which Transformer Engine's context "
+                f"parallelism has only with --cp-comm-type a2a; add it"
+            )
     if recipe and not plan.environment.te and device != "cpu":
         yield f"--fp8 {recipe} needs Transformer Engine, which this run does without; train in bf16"
     if values["bf16"] and capability and capability < (8, 0):

@@ -35,6 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": configs.DEEPSEEK_V3 | {"num_hidden_layers": 2, "n_routed_experts": 8},
     "deepseek-v2": configs.DEEPSEEK_V2 | {"num_hidden_layers": 2, "q_lora_rank": None},
     "glm4": configs.GLM4_MOE | {"num_hidden_layers": 2},
+    # A window in every layer; other names for experts; a shared expert with a gate.
+    "mistral": configs.MISTRAL,
+    "mixtral": configs.MIXTRAL,
+    "qwen2-moe": configs.QWEN2_MOE,
 }
 
 #: The bias would move in the step that is trained.
@@ -60,6 +64,10 @@ CASES = [
     ("deepseek-v2", "ep2"),
     pytest.param("glm4", "pp2", marks=pytest.mark.slow),
     ("glm4", "tp2-etp2"),
+    ("mistral", "tp2"),
+    pytest.param("mixtral", "ep2", marks=pytest.mark.slow),
+    pytest.param("qwen2-moe", "pp2", marks=pytest.mark.slow),
+    ("qwen2-moe", "tp2-etp2"),
 ]
 
 

@@ -224,3 +224,57 @@ GLM4_MOE: dict[str, Any] = {
     "use_qk_norm": True,
     "vocab_size": 1000,
 }
+
+#: Mistral 7B v0.1 in small: a window that is much shorter than the sequences of the tests.
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 24,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "model_type": "mistral",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "sliding_window": 24,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 500,
+}
+
+MIXTRAL: dict[str, Any] = {key: value for key, value in MISTRAL.items() if key != "head_dim"} | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+
+#: Qwen1.5-MoE in small: experts in every second layer, a shared one beside them.
+QWEN2_MOE: dict[str, Any] = {
+    key: value for key, value in QWEN3_MOE.items() if key not in ("attention_bias", "head_dim")
+} | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 2,
+    "max_window_layers": 21,
+    "mlp_only_layers": [],
+    "model_type": "qwen2_moe",
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 4,
+    "qkv_bias": True,
+    "shared_expert_intermediate_size": 80,
+    "sliding_window": 128,
+}

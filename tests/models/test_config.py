@@ -33,6 +33,9 @@ TINY = {
     "deepseek_v2": configs.DEEPSEEK_V2,
     "deepseek_v3": configs.DEEPSEEK_V3,
     "glm4_moe": configs.GLM4_MOE,
+    "qwen2_moe": configs.QWEN2_MOE,
+    "mixtral": configs.MIXTRAL,
+    "mistral": configs.MISTRAL,
 }
 
 #: Published parameter counts; a tied output layer counts once.
@@ -52,8 +55,11 @@ PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.3-70b": 70_553_706_496,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
     "moonlight-16b-a3b": 15_960_110_208,
     "qwen1.5-0.5b": 463_987_712,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
