@@ -440,7 +440,11 @@ def _moe_rules(args: dict[str, Any], ours: str, theirs: str, names: MoeNames) ->
 
 
 def _gated_rules(
-    ours: str, theirs: str, hidden: int, size: int, names: MoeNames = MoeNames()  # noqa: B008
+    ours: str,
+    theirs: str,
+    hidden: int,
+    size: int,
+    names: MoeNames = MoeNames(),  # noqa: B008
 ) -> list[Rule]:
     pair = (f"{theirs}{names.gate}.weight", f"{theirs}{names.up}.weight")
     return [

@@ -164,7 +164,11 @@ def _with_sink(
     k, v = (x.repeat_interleave(repeats, dim=2) for x in (k_tbgd, v_tbgv))
     q = torch.cat([q_sbhd, q_sbhd.new_ones(*q_sbhd.shape[:3], 1)], dim=-1)
     first = F.pad((sink / scale).to(k.dtype)[:, None], (d, 7)).expand(1, b, h, d + 8)
-    return F.pad(q, (0, 7)), torch.cat([first, F.pad(k, (0, 8))]), F.pad(v, (0, 0, 0, 0, 0, 0, 1, 0))
+    return (
+        F.pad(q, (0, 7)),
+        torch.cat([first, F.pad(k, (0, 8))]),
+        F.pad(v, (0, 0, 0, 0, 0, 0, 1, 0)),
+    )
 
 
 class SDPACoreAttention(MegatronModule):

@@ -104,8 +104,14 @@ CASES = {
     # Most ranks hold nothing but padding and still take part.
     "packed-short": {"lengths": [1], "groups": 2, "width": 8, "value": 8},
     "window": {"batch": 2, "groups": 2, "width": 8, "value": 8, "window": 5},
-    "packed-sink": {"lengths": [13, 2, 9], "groups": 2, "width": 8, "value": 8, "window": 3,
-                    "sink": True},
+    "packed-sink": {
+        "lengths": [13, 2, 9],
+        "groups": 2,
+        "width": 8,
+        "value": 8,
+        "window": 3,
+        "sink": True,
+    },
     "packed-tail": {"lengths": [13, 2], "groups": 2, "width": 12, "value": 8, "tail": 16},
 }
 
