@@ -298,7 +298,7 @@ class MoeNames:
     down: str = "down_proj"
 
 
-def decoder_rules(spec: ModelSpec, moe: MoeNames = MoeNames()) -> tuple[Rule, ...]:  # noqa: B008
+def decoder_rules(spec: ModelSpec, moe: MoeNames = MoeNames()) -> tuple[Rule, ...]:
     """Weight rules of a pre-norm decoder with Llama's HF names, as its arguments and layers say."""
     args, hidden = spec.args, spec.args["hidden_size"]
     vocab = PadVocab(spec.true_vocab_size, spec.padded_vocab_size)
@@ -444,7 +444,7 @@ def _gated_rules(
     theirs: str,
     hidden: int,
     size: int,
-    names: MoeNames = MoeNames(),  # noqa: B008
+    names: MoeNames = MoeNames(),
 ) -> list[Rule]:
     pair = (f"{theirs}{names.gate}.weight", f"{theirs}{names.up}.weight")
     return [
