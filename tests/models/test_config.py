@@ -47,6 +47,8 @@ PARAMETERS = {
     # With MTP, without its copies of the embedding and the head and without FP8 scales:
     # 684_489_845_504 in the files.
     "deepseek-v3": 682_636_487_424,
+    # 358_337_791_296 in the files, with the copies.
+    "glm-4.5": 356_785_898_816,
     # 110_468_824_832 in the files, with the copies.
     "glm-4.5-air": 109_227_310_848,
     "kimi-k2": 1_026_408_232_448,
