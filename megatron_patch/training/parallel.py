@@ -488,6 +488,15 @@ def probe_gpu() -> tuple[int, tuple[int, int], str] | None:
         return None
 
 
+def host_memory() -> int | None:
+    """Bytes of this machine's memory; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
+
+
 def device_memory(plan: Plan) -> int | None:
     """Bytes of memory that one rank may use, or None where it cannot be known here."""
     if plan.own.gpu_memory:
@@ -495,11 +504,9 @@ def device_memory(plan: Plan) -> int | None:
     if plan.device in DEVICES:
         return int(DEVICES[plan.device][0] * GIB)
     if plan.device == "cpu":
-        try:
-            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        except OSError:
+        total = host_memory()
+        if total is None:
             return None
-        total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
         local = plan.own.gpus_per_node or plan.world_size // (plan.own.nodes or 1) or 1
         return int(total / local)
     probed = probe_gpu()
@@ -558,6 +565,7 @@ def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Repo
             f"half speed; use --padded-vocab-size {math.ceil(vocabulary / 128) * 128}"
         )
     (refusals if start else warnings).extend(data_problems(plan))
+    refusals += _index_refusals(plan) if start else ()
     warnings += _tokenizer_warnings(plan)
     try:
         stages = _memory(plan, values, plan.world_size)
@@ -612,6 +620,30 @@ def data_problems(plan: Plan) -> Iterator[str]:
         yield "no data given: add --data-path PREFIX (of PREFIX.bin and PREFIX.idx)"
     for file in blend.missing(found):
         yield f"{file} is not on this machine (seen from {os.getcwd()})"
+
+
+#: Bytes that upstream's index of the order of the data takes at least for each sample: document and
+#: offset (``sample_index``, 2 x int32) and place (``shuffle_index``, uint32).
+_INDEX_BYTES = 12
+
+
+def _index_refusals(plan: Plan) -> Iterator[str]:
+    """A run so long that the order of its samples does not fit into this machine's memory."""
+    values, total = plan.values, host_memory()
+    if plan.run is None or plan.own.sft or total is None:
+        return
+    points = plan.run.iters // (values["eval_interval"] or plan.run.iters) + 1
+    evaluated = points * (values["eval_iters"] or 0) * (values["global_batch_size"] or 0)
+    for samples, remedy in (
+        (plan.run.samples, f"a shorter run than {plan.run.asked}"),
+        (evaluated, f"fewer --eval-iters than {values['eval_iters']}"),
+    ):
+        index = samples * _INDEX_BYTES
+        if index > total:
+            yield (
+                f"the order of {human_count(samples)} samples takes {human_bytes(index)}, and this "
+                f"machine has {human_bytes(total)}; {remedy} is needed, or longer sequences"
+            )
 
 
 def end_warnings(plan: Plan) -> list[str]:

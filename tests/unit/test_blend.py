@@ -239,6 +239,24 @@ def test_data_that_is_elsewhere_is_a_warning_and_at_the_start_an_error(hf: str) 
     assert "no data given" in parallel.check(plan(hf), start=True).refusals[0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--train-iters", "1000000000000"), "a shorter run than --train-iters 1000000000000"),
+        (("--eval-iters", "1000000000000"), "fewer --eval-iters than 1000000000000"),
+    ],
+)
+def test_an_order_that_does_not_fit_into_memory(
+    hf: str, tmp_path: Path, flags: tuple[str, ...], words: str
+) -> None:
+    """Upstream would fill the memory until it is killed."""
+    prefix = data(tmp_path / "d", [500] * 200)
+    result = plan(hf, "--user-flags", "--data-path", prefix, *flags)
+    assert parallel.check(result).ok
+    report = parallel.check(result, start=True)
+    assert any("TiB" in r and words in r for r in report.refusals)
+
+
 def test_several_data_sets_count_by_their_tokens(hf: str, tmp_path: Path) -> None:
     """Without weights upstream ends after one epoch, in the middle of a longer run."""
     a, b = data(tmp_path / "a", [500] * 20), data(tmp_path / "b", [500] * 60)
