@@ -15,12 +15,21 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_patch.convert.rows import ITEM_SIZE, Copy, FileRows, Files, rows_of, tensor_bytes
+from megatron_patch.convert.rows import (
+    FP8_BLOCK,
+    ITEM_SIZE,
+    Copy,
+    FileRows,
+    Files,
+    ScaledRows,
+    rows_of,
+    tensor_bytes,
+)
 from megatron_patch.util import UserError, atomic_write, human_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -37,8 +46,13 @@ DTYPES = MappingProxyType(
 )  # fmt: skip
 _NAMES = MappingProxyType({torch: name for name, torch in DTYPES.items()})
 
+#: The format of quantised weights, and what the name of their scales adds to theirs.
+FP8, SCALE = "float8_e4m3fn", "_scale_inv"
+
 #: Other formats of the same weights; never copied along, and no replacement for safetensors.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
+
+_SCALES = ("float32", "bfloat16")
 
 #: The safetensors library refuses longer headers.
 _LONGEST_HEADER = 100_000_000
@@ -53,7 +67,8 @@ class Stored:
         path: The file.
         offset: Its first byte in the file.
         shape: Its shape.
-        dtype: Its torch dtype name.
+        dtype: Its torch dtype name; of an FP8 tensor with a scale, that of their product.
+        scale: The scale of every block of an FP8 tensor.
     """
 
     name: str
@@ -61,15 +76,20 @@ class Stored:
     offset: int
     shape: tuple[int, ...]
     dtype: str
+    scale: Stored | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
         return tensor_bytes(self.shape, self.dtype)
 
-    def rows(self, files: Files) -> FileRows:
+    def rows(self, files: Files) -> FileRows | ScaledRows:
         """For reading."""
-        return FileRows(files, self.path, self.offset, self.shape, self.dtype)
+        if self.scale is None:
+            return FileRows(files, self.path, self.offset, self.shape, self.dtype)
+        scale = self.scale.rows(files)
+        assert isinstance(scale, FileRows)
+        return ScaledRows(FileRows(files, self.path, self.offset, self.shape, FP8), scale)
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -179,6 +199,34 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Stored]:
             + (f" (and {len(lost) - 1} more)" if len(lost) > 1 else "")
             + ". The index or the file is another's."
         )
+    return found
+
+
+def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """FP8 weights joined with their scales: one tensor each, read as their product.
+
+    Raises:
+        UserError: A weight without a scale, or a scale that is not of its weight.
+    """
+    found = dict(stored)
+    for name, tensor in stored.items():
+        if tensor.dtype not in (FP8, "float8_e5m2"):
+            continue
+        scale = found.pop(name + SCALE, None)
+        if scale is None or tensor.dtype != FP8:
+            raise UserError(
+                f"{tensor.path}: {name} is {tensor.dtype} without {name + SCALE}; FP8 weights are "
+                f"read with one scale for {FP8_BLOCK} x {FP8_BLOCK} numbers. Use the unquantised "
+                f"checkpoint."
+            )
+        expected = tuple(-(-size // FP8_BLOCK) for size in tensor.shape)
+        if scale.shape != expected or len(tensor.shape) != 2 or scale.dtype not in _SCALES:
+            raise UserError(
+                f"{scale.path}: {scale.name} is {scale.dtype} {list(scale.shape)}, but "
+                f"{list(tensor.shape)} in blocks of {FP8_BLOCK} x {FP8_BLOCK} has "
+                f"{list(expected)} scales in float32 or bfloat16."
+            )
+        found[name] = replace(tensor, dtype="bfloat16", scale=scale)
     return found
 
 

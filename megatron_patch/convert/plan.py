@@ -194,26 +194,32 @@ class ExportPlan:
             )
 
 
-def plan_import(
-    hf_dir: str | os.PathLike[str],
-    dtype: str | None = None,
-    *,
-    lay_out: Callable[[Path], CheckpointLayout] = checkpoint_layout,
-) -> ImportPlan:
-    """Plan HF -> Megatron.
+@dataclass(frozen=True)
+class Source:
+    """An HF directory whose tensors are those of a model, all of them.
 
-    Args:
-        hf_dir: Model directory with safetensors files.
-        dtype: torch dtype name for floating tensors; None keeps the files'.
-        lay_out: Asks Megatron-Core.
+    Attributes:
+        folder: The directory.
+        rules: The model's rules.
+        stored: Name -> tensor; quantised ones are read as numbers.
+        repeated: Names under which the files repeat a tensor -> the name of its original.
+        skipped: What is not part of the model.
+    """
+
+    folder: Path
+    rules: tuple[Rule, ...]
+    stored: Mapping[str, Stored]
+    repeated: Mapping[str, str]
+    skipped: tuple[Skipped, ...]
+
+
+def read_source(folder: Path, spec: ModelSpec) -> Source:
+    """Read the headers of an HF directory and compare them with a model.
 
     Raises:
-        UserError: The directory, its config and Megatron-Core do not agree on every tensor.
+        UserError: A file is damaged, or a tensor is missing, left over or of another shape.
     """
-    folder = Path(hf_dir)
-    spec = resolve(folder)
-    stored = hf_io.read_model(folder)
-    places = lay_out(folder)
+    stored = hf_io.with_scales(hf_io.read_model(folder))
     given = {name for name in stored if not rules.DERIVED.search(name)}
     skipped = [
         Skipped(name, stored[name].nbytes, "recomputed from config.json")
@@ -236,14 +242,52 @@ def plan_import(
     for rule in all_rules:
         for name, shape in zip(rule.hf, rule.shapes, strict=True):
             _same_shape(f"{stored[name].path}: {name}", stored[name].shape, shape)
+    return Source(folder, all_rules, stored, repeated, tuple(skipped))
+
+
+def check_dtypes(rule: Rule, stored: Mapping[str, Stored], dtype: str | None) -> None:
+    """Refuse tensors of several formats that are to be parts of one.
+
+    Args:
+        rule: What they are made to.
+        stored: The tensors.
+        dtype: torch dtype name of the result; None: theirs.
+
+    Raises:
+        UserError: Names them.
+    """
+    kinds = {stored[name].dtype for name in rule.hf}
+    if len(kinds) > 1 and not (dtype and kinds <= set(_FLOAT)):
+        raise UserError(
+            f"{' and '.join(rule.hf)} become one tensor, but are {' and '.join(sorted(kinds))}"
+            f". Save the model in one dtype."
+        )
+
+
+def plan_import(
+    hf_dir: str | os.PathLike[str],
+    dtype: str | None = None,
+    *,
+    lay_out: Callable[[Path], CheckpointLayout] = checkpoint_layout,
+) -> ImportPlan:
+    """Plan HF -> Megatron.
+
+    Args:
+        hf_dir: Model directory with safetensors files.
+        dtype: torch dtype name for floating tensors; None keeps the files'.
+        lay_out: Asks Megatron-Core.
+
+    Raises:
+        UserError: The directory, its config and Megatron-Core do not agree on every tensor.
+    """
+    folder = Path(hf_dir)
+    spec = resolve(folder)
+    source = read_source(folder, spec)
+    stored = source.stored
+    places = lay_out(folder)
     steps = []
-    for rule, place in _joined(all_rules, places):
-        kinds = {stored[name].dtype for name in rule.hf}
-        if len(kinds) > 1 and not (dtype and kinds <= set(_FLOAT)):
-            raise UserError(
-                f"{' and '.join(rule.hf)} become one tensor, but are {' and '.join(sorted(kinds))}"
-                f". Save the model in one dtype."
-            )
+    for rule, place in _joined(source.rules, places):
+        check_dtypes(rule, stored, dtype)
         steps.append(_step(rule, place, stored[rule.hf[0]].dtype, dtype))
     _one_dtype_a_key(steps)
     steps.sort(key=lambda step: (stored[step.rule.hf[0]].path, stored[step.rule.hf[0]].offset))
@@ -253,9 +297,9 @@ def plan_import(
         stored,
         tuple(steps),
         places.objects,
-        tuple(skipped),
+        source.skipped,
         _notes(spec),
-        tuple(repeated),
+        tuple(source.repeated),
         _forward_table(steps),
     )
 

@@ -39,6 +39,10 @@ ITEM_SIZE = MappingProxyType(
     }
 )  # fmt: skip
 
+#: Rows and columns that share a scale in files with FP8 weights (DeepSeek-V3, arXiv 2412.19437,
+#: section 3.3.2).
+FP8_BLOCK = 128
+
 #: What ``--dtype`` takes.
 DTYPE_NAMES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
 
@@ -140,6 +144,94 @@ class FileRows:
     def read(self, start: int, stop: int, into: memoryview) -> None:
         """See `Rows`."""
         self.files.read(self.path, self.offset + start * row_bytes(self.shape, self.dtype), into)
+
+    def columns(self, start: int, stop: int) -> ColumnRows:
+        """Columns ``start`` to ``stop`` (of the second axis) as a tensor of their own."""
+        return ColumnRows(self, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnRows:
+    """Some columns of a tensor in one file; no byte of the others is read.
+
+    Attributes:
+        of: The tensor.
+        first: First column, of the second axis.
+        stop: Column after the last one.
+    """
+
+    of: FileRows
+    first: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Rows`."""
+        return (self.of.shape[0], self.stop - self.first, *self.of.shape[2:])
+
+    @property
+    def dtype(self) -> str:
+        """See `Rows`."""
+        return self.of.dtype
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """See `Rows`."""
+        whole, size = row_bytes(self.of.shape, self.dtype), row_bytes(self.shape, self.dtype)
+        skipped = self.first * (whole // self.of.shape[1])
+        at = self.of.offset + start * whole + skipped
+        for row in range(stop - start):
+            self.of.files.read(self.of.path, at, into[row * size : (row + 1) * size])
+            at += whole
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledRows:
+    """FP8 weights times their scales, as bfloat16.
+
+    Attributes:
+        weight: ``[rows, columns]`` in FP8.
+        scale: ``[ceil(rows / 128), ceil(columns / 128)]``, one number a block.
+        first: Which of the scale's columns of weights the first one of ``weight`` is.
+    """
+
+    weight: FileRows | ColumnRows
+    scale: FileRows
+    first: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Rows`."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> str:
+        """See `Rows`."""
+        return "bfloat16"
+
+    def columns(self, start: int, stop: int) -> ScaledRows:
+        """As `FileRows.columns`."""
+        assert isinstance(self.weight, FileRows)
+        return ScaledRows(self.weight.columns(start, stop), self.scale, start)
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """See `Rows`."""
+        import torch
+
+        width = self.shape[1]
+        data = bytearray((stop - start) * width)
+        self.weight.read(start, stop, memoryview(data))
+        weight = torch.frombuffer(data, dtype=getattr(torch, self.weight.dtype)).view(-1, width)
+        low, high = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
+        numbers = bytearray((high - low) * row_bytes(self.scale.shape, self.scale.dtype))
+        self.scale.read(low, high, memoryview(numbers))
+        scale = torch.frombuffer(numbers, dtype=getattr(torch, self.scale.dtype))
+        scale = scale.view(high - low, -1).float().repeat_interleave(FP8_BLOCK, dim=1)
+        scale = scale[:, self.first : self.first + width]
+        result = torch.frombuffer(into, dtype=torch.bfloat16).view(-1, width)
+        for block in range(low, high):
+            begin = max(start, block * FP8_BLOCK) - start
+            end = min(stop, (block + 1) * FP8_BLOCK) - start
+            result[begin:end] = weight[begin:end].float() * scale[block - low]
 
 
 def rows_of(shape: Sequence[int]) -> int:

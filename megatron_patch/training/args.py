@@ -41,6 +41,7 @@ from megatron_patch.training.flags import (
 from megatron_patch.util import UserError, human_count
 
 if TYPE_CHECKING:
+    from megatron_patch.convert.plan import Source
     from megatron_patch.models.family import ModelSpec
 
 # Where a value came from, as written to Plan.source, strongest first.
@@ -120,6 +121,7 @@ class Plan:
         order: What decides the order of the data, where that is not Megatron's: the entry point's
             own, JSON-able, kept for the next start of the run.
         start: The checkpoint that the run goes on from; None for a new run.
+        weights: Hugging Face files that a new run starts from.
     """
 
     values: dict[str, Any]
@@ -135,6 +137,7 @@ class Plan:
     ends: tuple[int, ...] = ()
     order: dict[str, Any] | None = None
     start: resume.Start | None = None
+    weights: Source | None = None
     _raw: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     def megatron_argv(self) -> list[str]:
@@ -949,14 +952,18 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
         if not plan.given("exit_on_missing_checkpoint"):
             put({"exit_on_missing_checkpoint": True}, LAUNCH_DEFAULT)
     if own.init_from:
-        weights = initial_weights(own.init_from)
-        put({"pretrained_checkpoint": weights}, f"{COMMAND_LINE} (--init-from)")
-        if values["load"] is None:
-            raise UserError("--init-from needs --output-dir, which the run goes on from later")
+        weights, from_hf = initial_weights(own.init_from)
+        if not from_hf:
+            put({"pretrained_checkpoint": weights}, f"{COMMAND_LINE} (--init-from)")
+            if values["load"] is None:
+                raise UserError("--init-from needs --output-dir, which the run goes on from later")
         if has_own:
             plan.notes.append(
                 f"--init-from is not used: {own.output_dir} has a checkpoint and goes on from it"
             )
+        elif from_hf:
+            if not own_load:
+                plan.weights = _hf_weights(plan, weights)
         else:
             resume.read(weights)
     if own_load or has_own:
@@ -1009,34 +1016,47 @@ def has_checkpoint(directory: str | os.PathLike[str]) -> bool:
         return False
 
 
-def initial_weights(directory: str) -> str:
-    """The Megatron checkpoint directory that ``--init-from`` names.
+def initial_weights(directory: str) -> tuple[str, bool]:
+    """The directory that ``--init-from`` names, and whether it holds Hugging Face files.
 
     Raises:
-        UserError: Not a directory, no checkpoint in it, a single step's directory, or Hugging Face
-            files, which have to be converted first.
+        UserError: Not a directory, neither a checkpoint nor Hugging Face files in it, or a single
+            step's directory.
     """
     path = Path(directory)
     if not path.is_dir():
         raise UserError(f"--init-from {directory}: no such directory")
     if has_checkpoint(path):
-        return directory
+        return directory, False
     if has_checkpoint(path / "checkpoints"):
-        return str(path / "checkpoints")
+        return str(path / "checkpoints"), False
     if re.fullmatch(r"iter_\d{7}|release", path.name) and has_checkpoint(path.parent):
         raise UserError(
             f"--init-from {directory}: name the directory above, {path.parent}, whose {TRACKER} "
             "says which step is taken"
         )
     if (path / "config.json").exists():
-        raise UserError(
-            f"--init-from {directory}: these are Hugging Face files; convert them to a Megatron "
-            "checkpoint first (toolkits/model_checkpoints_convertor) and name that directory"
-        )
+        return directory, True
     raise UserError(
         f"--init-from {directory}: neither a Megatron checkpoint ({TRACKER} is missing) nor "
         "Hugging Face files (config.json is missing)"
     )
+
+
+def _hf_weights(plan: Plan, directory: str) -> Source:
+    """Headers of the files that a run starts from, compared with its model."""
+    from megatron_patch.convert.plan import read_source
+
+    if plan.model is None:
+        raise UserError(
+            f"--init-from {directory}: Hugging Face files need --hf-model, which says what model "
+            "they are of"
+        )
+    plan.notes.append(f"weights are read from {directory}, without a conversion")
+    try:
+        return read_source(Path(directory), plan.model)
+    except UserError as problem:
+        raise UserError(f"--init-from {directory}: {problem}") from None
 
 
 # --- run length -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_patch.convert.plan import Source
     from megatron_patch.models.family import ModelSpec
 
 
@@ -73,6 +74,7 @@ def model_config(
     *,
     linear_cross_entropy: bool = False,
     fused_kernels: bool = False,
+    weights: Source | None = None,
     adjust: Callable[[list[Any]], None] | None = None,
 ) -> Any:
     """The `GPTModelConfig` for `args`, with this library's hooks.
@@ -82,6 +84,7 @@ def model_config(
         spec: the family's resolution of `config.json`; None for a model given by Megatron flags.
         linear_cross_entropy: make output layer and loss one operation.
         fused_kernels: this library's kernels where they cover what a layer does.
+        weights: Hugging Face files to fill the stages from.
         adjust: changes the stages as the entry point needs them, last.
 
     Returns:
@@ -119,6 +122,10 @@ def model_config(
 
                 qkv.install_everywhere(stage)
                 swiglu.install_everywhere(stage)
+        if weights is not None:
+            from megatron_patch.convert.load import load
+
+            load(stages, weights)
         if adjust is not None:
             adjust(stages)
         return stages

@@ -294,6 +294,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             plan.model,
             linear_cross_entropy=plan.linear_cross_entropy,
             fused_kernels=plan.device != "cpu" and plan.own.fused_kernels != "off",
+            weights=plan.weights,
             adjust=functools.partial(recipe.adjust, plan=plan) if recipe.adjust else None,
         )
     metrics.RECORDER = metrics.Recorder(

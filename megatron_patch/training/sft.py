@@ -87,11 +87,7 @@ def rows(plan: Plan) -> tuple[Rows, Rows | None]:
 
 
 def with_weights(plan: Plan, argv: Sequence[str]) -> list[str]:
-    """The command line with the model's own weights to start from, where nothing else is named.
-
-    Raises:
-        UserError: the weights cannot be read.
-    """
+    """The command line with the model's own weights to start from, where nothing else is named."""
     own, words = plan.own, list(argv)
     checkpoints = os.path.join(own.output_dir or "", "checkpoints")
     if own.init_from or not own.hf_model or not own.output_dir or has_checkpoint(checkpoints):
@@ -100,13 +96,7 @@ def with_weights(plan: Plan, argv: Sequence[str]) -> list[str]:
         return words  # --load DIR
     if not any(Path(own.hf_model).glob("*.safetensors")):
         return words
-    target = Path(own.output_dir, "init")
-    with sft_dataset.alone(own.output_dir):
-        if not has_checkpoint(target):
-            where = ["--input-dir", own.hf_model, "--output-dir", str(target)]
-            if commands.hf2mcore(where):
-                raise UserError(f"the weights of {own.hf_model} cannot be used; see above")
-    return [*words, "--init-from", str(target)]
+    return [*words, "--init-from", own.hf_model]
 
 
 def export(plan: Plan) -> None:

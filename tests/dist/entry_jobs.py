@@ -66,3 +66,47 @@ def balancing(
         total = total + experts * (share * probabilities.mean(0)).sum()
     (total / micro_batches).backward()
     return {"status": status, "calls": len(inputs), "gradient": weight.grad.tolist()}
+
+
+def reading(
+    rank: int, world_size: int, directory: Path, argv: list[str], cut: str | None = None
+) -> dict[str, Any]:
+    """Train from Hugging Face files; how many bytes this rank read of them.
+
+    Args:
+        rank: global rank.
+        world_size: number of ranks.
+        directory: gets `weights/`.
+        argv: the entry point's command line.
+        cut: a file that loses its second half after its header has been read, on rank 0.
+    """
+    from megatron_patch.convert import hf_io, load
+
+    count = {"bytes": 0}
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = _characters()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                count["bytes"] += _characters() - before
+
+        return call
+
+    def cutting(stages: Any, source: Any) -> Any:
+        if cut is not None and rank == 0:
+            with open(cut, "r+b") as file:
+                file.truncate(Path(cut).stat().st_size // 2)
+        return inner(stages, source)
+
+    hf_io.read_model, inner = counted(hf_io.read_model), counted(load.load)
+    load.load = cutting
+    status = jobs.train(rank, world_size, directory, argv, weights=True)["status"]
+    return {"status": status, "bytes": count["bytes"]}
+
+
+def _characters() -> int:
+    """Bytes that this process has read by system calls, cached or not."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])

@@ -7,6 +7,7 @@ data's order.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_patch.convert import commands, dist_io
+from megatron_patch.convert import commands, dist_io, hf_io
 from megatron_patch.data.idxmap import Writer
 from megatron_patch.training import metrics
 from tests.dist.harness import RankServer
@@ -46,6 +47,7 @@ STILL = ("--moe-router-bias-update-rate", "0")
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
+    "dp2": (2, ()),
     "tp2": (2, ("--tp", "2")),
     "pp2": (2, ("--pp", "2")),
     "pp2-vpp2": (2, ("--pp", "2", "--vpp", "2")),
@@ -53,21 +55,30 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2-etp2": (2, ("--tp", "2", "--etp", "2")),
 }
 
+#: Model, layout, and whether training reads the Hugging Face files themselves.
 CASES = [
-    *(("qwen2", layout) for layout in ("tp2", "pp2")),
-    *(("qwen3", layout) for layout in ("one", "tp2", "pp2-vpp2")),
-    *(("moe", layout) for layout in ("ep2", "tp2-etp2", "pp2-vpp2")),
-    *(("moe-stacked", layout) for layout in ("tp2", "ep2")),
-    *(("deepseek-v3", layout) for layout in ("pp2", "tp2-etp2")),
-    pytest.param("deepseek-v3", "ep2", marks=pytest.mark.slow),
-    pytest.param("deepseek-v2", "tp2", marks=pytest.mark.slow),
-    ("deepseek-v2", "ep2"),
-    pytest.param("glm4", "pp2", marks=pytest.mark.slow),
-    ("glm4", "tp2-etp2"),
-    ("mistral", "tp2"),
-    pytest.param("mixtral", "ep2", marks=pytest.mark.slow),
-    pytest.param("qwen2-moe", "pp2", marks=pytest.mark.slow),
-    ("qwen2-moe", "tp2-etp2"),
+    ("qwen2", "tp2", False),
+    ("qwen2", "pp2", True),
+    ("qwen3", "one", False),
+    ("qwen3", "tp2", True),
+    ("qwen3", "dp2", True),
+    ("qwen3", "pp2-vpp2", False),
+    ("moe", "ep2", True),
+    ("moe", "tp2-etp2", False),
+    ("moe", "pp2-vpp2", True),
+    ("moe-stacked", "tp2", False),
+    ("moe-stacked", "ep2", True),
+    ("deepseek-v3", "pp2", True),
+    ("deepseek-v3", "tp2-etp2", True),
+    pytest.param("deepseek-v3", "ep2", False, marks=pytest.mark.slow),
+    pytest.param("deepseek-v2", "tp2", True, marks=pytest.mark.slow),
+    ("deepseek-v2", "ep2", False),
+    pytest.param("glm4", "pp2", True, marks=pytest.mark.slow),
+    ("glm4", "tp2-etp2", False),
+    ("mistral", "tp2", False),
+    pytest.param("mixtral", "ep2", True, marks=pytest.mark.slow),
+    pytest.param("qwen2-moe", "pp2", True, marks=pytest.mark.slow),
+    ("qwen2-moe", "tp2-etp2", True),
 ]
 
 
@@ -130,22 +141,23 @@ def _convert(ranks: RankServer, kind: str, folder: Path) -> Converted:
     return Converted(folder / "hf", folder / "mcore", folder / "corpus", loss, spec.args, held)
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES)
+@pytest.mark.parametrize(("kind", "layout", "directly"), CASES)
 def test_training_starts_from_it(
-    kind: str, layout: str, ranks: RankServer, converted: Any, tmp_path: Path
+    kind: str, layout: str, directly: bool, ranks: RankServer, converted: Any, tmp_path: Path
 ) -> None:
     start = converted(kind)
     world, more = LAYOUTS[layout]
-    argv = [
-        *("--hf-model", str(start.hf), "--data-path", str(start.corpus)),
-        *("--output-dir", str(tmp_path / "run"), "--init-from", str(start.mcore)),
-        *("--seq-length", str(SEQUENCE), "--micro-batch-size", "1", "--global-batch-size", "4"),
-        *("--train-iters", "1", "--lr", "1e-30", "--min-lr", "0", "--warmup-steps", "0"),
-        *("--optimizer", "sgd", "--no-use-distributed-optimizer", "--no-overlap-param-gather"),
-        *("--weight-decay", "0", *more),
-        *(STILL if "moe_router_enable_expert_bias" in start.args else ()),
-    ]
-    result = ranks.run("tests.dist.jobs:train", world, tmp_path / "job", argv=argv, weights=True)
+    argv = _flags(start, tmp_path / "run", start.hf if directly else start.mcore, *more)
+    if directly:
+        result = ranks.run("tests.dist.entry_jobs:reading", world, tmp_path / "job", argv=argv)
+        read = sum(value.pop("bytes") for value in result.values)
+        held = sum(file.stat().st_size for file in start.hf.glob("*.safetensors"))
+        # Beside the weights, every rank reads the headers.
+        assert held * 0.9 < read - world * _headers(start.hf) < 1.1 * held
+    else:
+        result = ranks.run(
+            "tests.dist.jobs:train", world, tmp_path / "job", argv=argv, weights=True
+        )
     assert result.values == [{"status": 0}] * world
     (first,) = metrics.read(tmp_path / "run")
     assert first["lm loss"] == pytest.approx(start.loss, rel=2e-6)
@@ -154,6 +166,40 @@ def test_training_starts_from_it(
     for name, value in weights.items():
         assert np.array_equal(value, start.tensors[name]), name
     _exports(start, tmp_path, layout)
+
+
+def _headers(folder: Path) -> int:
+    """Bytes of the headers and of the index."""
+    sizes = [(folder / hf_io.INDEX).stat().st_size]
+    for file in folder.glob("*.safetensors"):
+        sizes.append(8 + int.from_bytes(file.read_bytes()[:8], "little"))
+    return sum(sizes)
+
+
+def _flags(start: Converted, output: Path, weights: Path, *more: str) -> list[str]:
+    return [
+        *("--hf-model", str(start.hf), "--data-path", str(start.corpus)),
+        *("--output-dir", str(output), "--init-from", str(weights)),
+        *("--seq-length", str(SEQUENCE), "--micro-batch-size", "1", "--global-batch-size", "4"),
+        *("--train-iters", "1", "--lr", "1e-30", "--min-lr", "0", "--warmup-steps", "0"),
+        *("--optimizer", "sgd", "--no-use-distributed-optimizer", "--no-overlap-param-gather"),
+        *("--weight-decay", "0", *more),
+        *(STILL if "moe_router_enable_expert_bias" in start.args else ()),
+    ]
+
+
+def test_a_file_cut_off_while_it_is_read(ranks: RankServer, converted: Any, tmp_path: Path) -> None:
+    start = converted("qwen3")
+    shutil.copytree(start.hf, tmp_path / "hf")
+    victim = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
+    argv = _flags(start, tmp_path / "run", tmp_path / "hf", "--tp", "2")
+    result = ranks.run(
+        "tests.dist.entry_jobs:reading", 2, tmp_path / "job", argv=argv, cut=str(victim)
+    )
+    assert [value["status"] for value in result.values] == [2, 2]
+    for log in result.logs:
+        words = log.read_text()
+        assert f"error: {victim} ends at byte" in words and "Traceback" not in words
 
 
 def _load(folder: Path) -> dict[str, Any]:

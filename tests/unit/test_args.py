@@ -472,10 +472,11 @@ def test_init_from(hf: str, tmp_path: Path) -> None:
     # Weights only: upstream starts from iteration 0 with nothing else once `load` holds nothing.
     assert not (values["no_load_optim"] or values["no_load_rng"])
     run = write_checkpoint(tmp_path / "run" / "checkpoints").parent
-    assert args.initial_weights(str(run)) == str(run / "checkpoints")
+    assert args.initial_weights(str(run)) == (str(run / "checkpoints"), False)
+    assert args.initial_weights(hf) == (hf, True)
     step = weights / "iter_0000100"
     for bad, text in (
-        (hf, "convert"),
+        (hf, "no safetensors files"),
         (str(tmp_path / "no"), "no such directory"),
         (str(step), "name the directory above"),
         (str(tmp_path), "neither"),
