@@ -390,7 +390,7 @@ def compare_logits(hf_dir: Path, mcore_dir: str | os.PathLike[str]) -> Logits:
     length = min(160, spec.args["max_position_embeddings"])
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(spec.true_vocab_size, (2, length), generator=generator)
-    reference = _transformers_logits(hf_dir, tokens)
+    reference = _transformers_logits(hf_dir, spec.family, tokens)
     # Megatron announces itself and its process groups; the verdict stays readable.
     with contextlib.redirect_stdout(io.StringIO()), one_rank.one_rank():
         model = one_rank.build(spec)
@@ -406,12 +406,19 @@ def compare_logits(hf_dir: Path, mcore_dir: str | os.PathLike[str]) -> Logits:
     )
 
 
-def _transformers_logits(hf_dir: Path, tokens: Tensor) -> Tensor:
+def _transformers_logits(hf_dir: Path, family: str, tokens: Tensor) -> Tensor:
+    """Logits of transformers' own class of a family; code that the model brings is never run."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    content = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
+    given = {k: v for k, v in content.items() if k not in ("model_type", "auto_map")}
     model: Any = AutoModelForCausalLM.from_pretrained(
-        hf_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        hf_dir,
+        config=AutoConfig.for_model(family, **given),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
     )
     model.eval()
     with torch.no_grad():

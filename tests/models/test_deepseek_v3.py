@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+
 import pytest
-from check_family import check_family, resolve
+import torch
+from check_family import check_family, random_hf_model, resolve
 from configs import DEEPSEEK_V3
 
+from megatron_patch.convert.verify import _transformers_logits
 from megatron_patch.util import UserError
 
 
@@ -62,6 +66,20 @@ def test_kimi_k2_is_the_same_architecture(tmp_path):
     spec = resolve(DEEPSEEK_V3 | {"model_type": "kimi_k2"}, tmp_path)
     assert spec.family == "deepseek_v3"
     assert spec.args == resolve(DEEPSEEK_V3, tmp_path).args
+
+
+def test_code_that_a_model_brings_is_never_run(tmp_path):
+    """`verify --logits` takes transformers' class for a type that transformers does not know."""
+    resolve(DEEPSEEK_V3 | {"num_nextn_predict_layers": 0}, tmp_path / "config")
+    model = random_hf_model(tmp_path / "config")
+    model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content |= {"model_type": "kimi_k2", "auto_map": DEEPSEEK_V3["auto_map"]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        expected = model(tokens).logits
+    assert torch.equal(_transformers_logits(tmp_path, "deepseek_v3", tokens), expected)
 
 
 def test_queries_need_a_word_on_their_rank(tmp_path):
