@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import io
 import json
@@ -469,6 +470,11 @@ def open_sets(
     for weight, path in blend:
         if os.path.exists(f"{path.removesuffix('.json')}_ids.idx"):
             samples = sft_store.open_samples(path)
+        elif not (os.path.exists(path) or glob.has_magic(path)):
+            raise UserError(
+                f"--data-path {path} is neither chats (.jsonl, .json, .parquet, a folder) nor the "
+                f"prefix of a prepared set, seen from {os.getcwd()}"
+            )
         else:
             with alone(folder):
                 samples = sft_store.cached(make(path), folder)

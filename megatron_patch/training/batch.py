@@ -185,8 +185,12 @@ def get_packed(
         qkv_format="thd",
         cu_seqlens_q=edges,
         cu_seqlens_kv=edges,
+        # Transformer Engine asks for these under context parallelism, and whether they differ.
+        cu_seqlens_q_padded=edges if size > 1 else None,
+        cu_seqlens_kv_padded=edges if size > 1 else None,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        pad_between_seqs=False,
     )
     return Packed(
         tokens=there.get("tokens"),

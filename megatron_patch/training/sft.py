@@ -40,6 +40,8 @@ def rows(plan: Plan) -> tuple[Rows, Rows | None]:
         raise UserError("--hf-model is needed: the directory with config.json and the tokenizer")
     if not own.output_dir:
         raise UserError("--output-dir is needed: checkpoints and the tokenized data go there")
+    if own.lora_rank is not None:
+        lora.targets(plan.model, own.lora_target_modules or [lora.ALL])
     blend = plan.data.training
     if not blend:
         raise UserError("--data-path is needed: chats (.jsonl, .json, .parquet) or a prepared set")
@@ -75,8 +77,7 @@ def rows(plan: Plan) -> tuple[Rows, Rows | None]:
                 f"--split {values['split']}: fine-tuning has no test part; end it with a 0"
             )
         train, valid = sft_dataset.split(train, share, values["seed"])
-    shape = _shape(plan)
-    shape = _as_before(plan, shape)
+    shape = _as_before(plan, _shape(plan))
     evaluated = dataclasses.replace(
         shape, ranks=plan.data_parallel_size, micro_batches=_micro_batches(plan)
     )
