@@ -115,7 +115,8 @@ def test_what_a_resume_may_not_change(place):
 
     def again(*more: str, world: int = 2) -> Any:
         argv = ["--sft", "--hf-model", str(place / "hf"), "--data-path", str(place / "set"),
-                "--output-dir", str(place / "out"), "--lr", "1e-4", "--epochs", "2", *more]  # fmt: skip
+                "--output-dir", str(place / "out"), "--lr", "1e-4", "--epochs", "2",
+                *more]  # fmt: skip
         draft = args.resolve(argv, world_size=world, device="cpu", need_length=False)
         draft.values["exit_on_missing_checkpoint"] = True  # as where there is a checkpoint
         return sft.rows(draft)[0]
