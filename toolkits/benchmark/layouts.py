@@ -7,6 +7,9 @@ peak memory.
 
     python toolkits/benchmark/layouts.py --hf-model DIR --output-dir OUT dp1:te dp1:torch tp2:te
 
+With `--sft` it is packed fine-tuning: every step trains one and the same set of samples, so that
+losses can be compared whatever the number of replicas.
+
 A layout is DEGREES[:te|torch]: dp1, dp2, tp2, pp2, cp2, ep2, joined by `+` (`tp2+pp2`).
 """
 
@@ -46,10 +49,10 @@ def ranks_and_flags(layout: str) -> tuple[int, list[str]]:
     return world, flags + (["--backend", backend] if backend else [])
 
 
-def train(world: int, flags: list[str], log: Path) -> float:
+def train(world: int, flags: list[str], log: Path, entry: str = "pretrain") -> float:
     """Run the entry point under torchrun; returns the seconds it took."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-port", str(20000 + os.getpid() % 20000), "-m", "megatron_patch.pretrain"]
+    command += ["--master-port", str(20000 + os.getpid() % 20000), "-m", f"megatron_patch.{entry}"]
     environment = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         **os.environ,
@@ -77,11 +80,19 @@ def main() -> int:
     parser.add_argument("--seq-length", default="4096")
     parser.add_argument("--micro-batch-size", default="2")
     parser.add_argument("--global-batch-size", default="16")
+    parser.add_argument("--sft", action="store_true", help="packed fine-tuning")
     options, more = parser.parse_known_args()
     out: Path = options.output_dir
     out.mkdir(parents=True, exist_ok=True)
-    data = options.data_path
-    if data is None:
+    data, entry = options.data_path, "sft" if options.sft else "pretrain"
+    if data is None and options.sft:
+        import sft_speed
+
+        data = str(out / "chats")
+        vocabulary = json.loads((Path(options.hf_model) / "config.json").read_text())["vocab_size"]
+        length, packs = int(options.seq_length), int(options.global_batch_size)
+        sft_speed.write_samples(Path(data), vocabulary, length, packs, 1, room=4)
+    elif data is None:
         from megatron_patch.data import demo
 
         if demo.main(["prepare", str(out / "demo")]):
@@ -89,9 +100,11 @@ def main() -> int:
         data = str(out / "demo" / "demo_text_document")
     common = [
         *("--hf-model", options.hf_model, "--data-path", data),
-        *("--seq-length", options.seq_length, "--micro-batch-size", options.micro_batch_size),
+        *("--seq-length", options.seq_length, "--micro-batch-size"),
+        "1" if options.sft else options.micro_batch_size,
         *("--global-batch-size", options.global_batch_size, "--lr", "1e-5", "--warmup-steps", "2"),
         *("--seed", "1"),
+        *(["--save-hf", "none"] if options.sft else []),
         *more,
     ]
     rows = []
@@ -102,6 +115,7 @@ def main() -> int:
                 1,
                 [*common, "--train-iters", "3", "--no-save-optim", "--output-dir", str(first)],
                 out / "start.log",
+                entry,
             )
         reference: list[float] = []
         for layout in options.layouts:
@@ -112,7 +126,7 @@ def main() -> int:
             run_flags += ["--train-iters", str(options.steps), "--save-interval", "100000"]
             run_flags += ["--no-save-optim"]
             try:
-                seconds = train(world, run_flags, out / f"{run.name}.log")
+                seconds = train(world, run_flags, out / f"{run.name}.log", entry)
             except UserError as error:
                 print(f"{layout}: FAILED\n{error}", flush=True)
                 rows.append({"layout": layout, "failed": True})

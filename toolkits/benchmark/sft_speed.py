@@ -43,25 +43,34 @@ def lengths_like_chats(rng: np.random.Generator, count: int, longest: int) -> np
     return np.clip(drawn, 16, longest).astype(np.int64)
 
 
-def write_samples(prefix: Path, vocabulary: int, length: int, packs: int, steps: int) -> int:
-    """A prepared set whose every step of samples fits ``packs`` packs; returns samples a step."""
+def write_samples(
+    prefix: Path, vocabulary: int, length: int, packs: int, steps: int, room: int = 1
+) -> int:
+    """A prepared set whose every step of samples fits ``packs`` packs.
+
+    Args:
+        prefix: Of the set.
+        vocabulary: Ids are drawn below it.
+        length: Tokens of a pack.
+        packs: Of a step.
+        steps: How many, with the same lengths each.
+        room: Samples are padded to multiples of it.
+
+    Returns:
+        Samples of a step.
+    """
     rng = np.random.default_rng(1)
-    each = packs * length // (length // 4)
-    while True:
-        batch = lengths_like_chats(rng, each, length)
-        if len(packing.pack(batch, length)) > packs:
-            break
+    lengths = lengths_like_chats(rng, 16 * packs, length)
+    each = packs
+    while len(packing.pack(lengths[: each + 1], length, multiple=room)) <= packs:
         each += 1
-    each -= 2
+    batch = lengths[:each]
     dtype = idxmap.dtype_for(vocabulary)
     tokens = trained = 0
     with (
         idxmap.Writer(f"{prefix}_ids", dtype, overwrite=True) as ids,
         idxmap.Writer(f"{prefix}_mask", np.dtype(np.uint8), overwrite=True) as masks,
     ):
-        batch = lengths_like_chats(rng, each, length)
-        while len(packing.pack(batch, length)) > packs:
-            batch = lengths_like_chats(rng, each, length)
         # The same lengths in every step, other ids: whatever the order, steps are alike.
         for _ in range(steps):
             for size in batch.tolist():
@@ -86,8 +95,7 @@ def train(options: argparse.Namespace, name: str, rows: int, more: list[str]) ->
     command += ["--hf-model", options.hf_model, "--data-path", str(options.output_dir / "chats")]
     command += ["--output-dir", str(folder), "--seq-length", str(options.seq_length)]
     command += ["--global-batch-size", str(rows), "--epochs", "1", "--lr", "1e-5", "--seed", "1"]
-    # Ends before the last step of the epoch, so that nothing is converted at the end.
-    command += ["--exit-interval", str(options.steps - 1), "--no-save-optim"]
+    command += ["--save-hf", "none", "--no-save-optim"]
     environment = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         **os.environ,
