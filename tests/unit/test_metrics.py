@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -219,3 +220,27 @@ def test_a_file_of_other_things(tmp_path, line):
     path.write_text(line + "\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl:1: no record of a step"):
         metrics.read(path)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "skipped", "words"),
+    [
+        (float("nan"), 1.0, 0, "step 7: lm loss is nan, the gradient norm is 1.0, row of line 3"),
+        (2.0, float("inf"), 0, "the gradient norm is inf"),
+        (2.0, float("inf"), 1, None),  # fp16 lowers its scale and goes on
+        (2.0, None, 0, None),
+    ],
+)
+def test_a_step_that_is_no_number_ends_the_run(
+    tmp_path: Path, loss: float, norm: float | None, skipped: int, words: str | None
+) -> None:
+    recorder = metrics.Recorder(tmp_path / metrics.FILE, rank=0, world_size=1, pipeline=1)
+    recorder.suspects += [lambda: "", lambda: "row of line 3"]
+    if words is None:
+        recorder.step(7, {"lm loss": loss}, grad_norm=norm, skipped=skipped)
+    else:
+        with pytest.raises(UserError, match=words):
+            recorder.step(7, {"lm loss": loss}, grad_norm=norm, skipped=skipped)
+    recorder.close()
+    assert not recorder.suspects
+    assert len(metrics.read(tmp_path)) == 1, "the step is on record either way"

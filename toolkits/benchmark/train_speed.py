@@ -13,7 +13,8 @@ A case is NAME[,mbs=N][,FLAG=VALUE...]. NAME is
 
     ours        the defaults of the launchers; FLAG=VALUE are its flags (backend=torch, fp8=...)
     stock       what Megatron-Core does without this library's levers: no linear + cross-entropy
-                fusion, and no gradient-accumulation fusion, which it refuses without Apex
+                fusion, its own kernels, its looks for NaN, and no gradient-accumulation fusion,
+                which it refuses without Apex
     liger       transformers + Liger kernels, weights and AdamW states in bf16
     liger-fp32  the same with fp32 weights and states under bf16 autocast: the like-for-like
 """
@@ -40,7 +41,10 @@ sys.path.insert(0, str(ROOT))
 from megatron_patch.training import metrics  # noqa: E402
 from megatron_patch.util import UserError, atomic_write, human_bytes  # noqa: E402
 
-STOCK = ("--linear-cross-entropy", "off", "--no-gradient-accumulation-fusion")
+STOCK = (
+    *("--linear-cross-entropy", "off", "--fused-kernels", "off"),
+    *("--no-gradient-accumulation-fusion", "--rerun-mode", "disabled"),
+)
 DEFAULT = ("ours,mbs=4", "ours,mbs=8", "stock,mbs=4", "liger,mbs=4", "liger-fp32,mbs=4")
 VERSIONS = ("torch", "megatron-core", "transformer-engine", "transformers", "liger-kernel")
 
@@ -223,7 +227,7 @@ def kernels(folder: Path, rows: int = 25) -> list[tuple[float, int, str]]:
 
 
 def main() -> int:
-    """Run the cases, print the table, write `train_speed.json`."""
+    """Run the cases, print the table, write `train_speed.json` after each of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -237,6 +241,13 @@ def main() -> int:
     parser.add_argument("--global-batch-size", type=int, default=16)
     parser.add_argument("--gpus", type=int, default=1, help="ranks of ours and stock")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="JSON",
+        help="an earlier train_speed.json: fail where a case's ratio to the first one fell by "
+        "more than 5 %%",
+    )
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -276,6 +287,7 @@ def main() -> int:
             words = [x for x in lines if "Error" in x or x.startswith("error")] or lines
             row["failed"] = f"{error}: {words[-1] if words else ''}"[:300]
             rows.append(row)
+            _write(out, top, device, flops, rows)
             print(f"{case:<40} FAILED {row['failed']}", flush=True)
             continue
         step = statistics.median(row["step_seconds"][options.warm_up :])
@@ -286,6 +298,7 @@ def main() -> int:
         row["share_of_ceiling"] = row["model_flops"] / top
         row["whole_process_seconds"] = round(time.perf_counter() - started, 1)
         rows.append(row)
+        _write(out, top, device, flops, rows)
         print(
             f"{case:<40} {row['tokens_per_second']:>8,.0f} tokens/s a GPU  "
             f"{row['model_flops'] / 1e12:>4.0f} TFLOP/s ({row['share_of_ceiling']:.0%})  "
@@ -309,6 +322,37 @@ def main() -> int:
                 ratio = best["ours"]["tokens_per_second"] / other["tokens_per_second"]
                 print(f"best of ours / best of {name}: {ratio:.2f}x")
     print(f"ceiling: {top / 1e12:.0f} TFLOP/s, a bf16 matrix product of 8192 on {device}")
+    failed = int(any("failed" in row for row in rows))
+    if options.compare:
+        return compare(json.loads(options.compare.read_text()), ratios(rows)) or failed
+    return failed
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Tokens/s of each case over those of the first: what one machine can be held to."""
+    speeds = {r["case"]: r["tokens_per_second"] for r in rows if "failed" not in r}
+    first = next(iter(speeds.values()), 1.0)
+    return {case: speed / first for case, speed in speeds.items()}
+
+
+def compare(before: dict[str, Any], now: dict[str, float], allowed: float = 0.05) -> int:
+    """Print which ratios fell; 1 where one fell by more than `allowed`.
+
+    Args:
+        before: an earlier `train_speed.json`.
+        now: `ratios` of this call. The peer that both measure belongs first.
+        allowed: share by which a ratio may fall.
+    """
+    status = 0
+    for case, old in ratios(before["rows"]).items():
+        new = now.get(case)
+        if new is not None and new < old * (1 - allowed):
+            print(f"{case}: {new:.2f} times the first case, {old:.2f} before")
+            status = 1
+    return status
+
+
+def _write(out: Path, top: float, device: str, flops: float, rows: list[dict[str, Any]]) -> None:
     record = {
         "date": datetime.date.today().isoformat(),
         "device": device,
@@ -319,7 +363,6 @@ def main() -> int:
         "rows": rows,
     }
     atomic_write(out / "train_speed.json", json.dumps(record, indent=1))
-    return 1 if any("failed" in row for row in rows) else 0
 
 
 def _version(package: str) -> str | None:

@@ -1,0 +1,57 @@
+"""The speed benchmark's arithmetic."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "train_speed", ROOT / "toolkits" / "benchmark" / "train_speed.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_flops_of_a_published_model(bench: ModuleType) -> None:
+    config = json.loads((ROOT / "tests" / "fixtures" / "configs" / "qwen3-1.7b.json").read_text())
+    layer = 2048 * 128 * (16 + 8 + 8) + 16 * 128 * 2048 + 3 * 2048 * 6144
+    weights = 28 * layer + 2048 * 151936
+    attention = 28 * 16 * 128 * 4096 / 2 * 2 * 2 * 3  # two products, three passes, half the square
+    assert bench.flops_per_token(config, 4096) == pytest.approx(6 * weights + attention)
+
+
+def test_cases(bench: ModuleType) -> None:
+    assert bench.parse_case("ours,mbs=8,fp8=delayed,x") == (
+        "ours",
+        8,
+        ["--fp8", "delayed", "--x"],
+    )
+    with pytest.raises(ValueError, match="liger case takes mbs only"):
+        bench.parse_case("liger,fp8=delayed")
+    with pytest.raises(ValueError, match="no case 'theirs'"):
+        bench.parse_case("theirs")
+
+
+@pytest.mark.parametrize(("speed", "status"), [(96.0, 0), (94.0, 1), (120.0, 0)])
+def test_a_ratio_that_falls(
+    bench: ModuleType, speed: float, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(ours: float) -> list[dict[str, object]]:
+        return [
+            {"case": "liger,mbs=4", "tokens_per_second": 50.0},
+            {"case": "ours,mbs=4", "tokens_per_second": ours},
+            {"case": "ours,mbs=64", "failed": "out of memory"},
+        ]
+
+    assert bench.compare({"rows": rows(100.0)}, bench.ratios(rows(speed))) == status
+    assert ("ours,mbs=4" in capsys.readouterr().out) == bool(status)
