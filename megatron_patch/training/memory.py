@@ -662,8 +662,11 @@ def _stage_activations(
         working += width * 2 * kv / sizes.tp * tokens * (sizes.cp if gathered else 4)
     if values["create_attention_mask_in_dataloader"]:
         working += 4.0 * s * s * batch
-    kept_mtp = stage.mtp * _kept_bytes(values, sizes, (moe[-1], linear[-1]))
-    return (kept + kept_mtp) * flight, working, offloaded
+    # Inputs of both norms and of the projection of their results, then a layer; or the two inputs.
+    further = 4 * entry + _kept_bytes(values, sizes, (moe[-1], linear[-1]))
+    if values["recompute_granularity"] == "full":
+        further = 2 * entry
+    return (kept + stage.mtp * further) * flight, working, offloaded
 
 
 # --- the whole rank ---------------------------------------------------------------------------

@@ -606,3 +606,14 @@ def test_flags_that_contradict_the_model(name: str, flags: str, words: str, tmp_
 def test_a_matching_number_of_further_tokens_is_no_contradiction(tmp_path: Path) -> None:
     result = plan(hf(tmp_path, "deepseek-v3"), "--gbs 64 --ep 8 --mtp-num-layers 1")
     assert not [r for r in parallel.check(result).refusals if "mtp" in r]
+
+
+def test_a_layer_for_mtp_keeps_more_than_a_layer(tmp_path: Path) -> None:
+    """Its own decoder layer, and 4 h numbers a token around it."""
+    model = hf(tmp_path, "glm-4.5-air")
+    with_one = peak(plan(model, "--gbs 64 --ep 8")).activations
+    none = hf(tmp_path, "glm-4.5-air", num_nextn_predict_layers=0)
+    result = plan(none, "--gbs 64 --ep 8")
+    sizes = memory.Sizes.of(result.values, 8)
+    layer = sum(memory.layer_activations(result.values, sizes, True, False).values())
+    assert with_one - peak(result).activations == pytest.approx(layer + 2 * 4 * 4096 * 4096, abs=2)
