@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -285,7 +286,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             _prepare(output)
         for line in changes:
             print(f"> {line}", flush=True)
-    with _in_words():
+    with _in_words(output):
         args = parse(plan, output / "logs" if output is not None and rank == 0 else None)
         # Not steps x batch where the batch has changed on the way: the data's order goes by it.
         args.planned_train_samples = plan.run.samples if plan.run else None
@@ -308,7 +309,8 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
     )
     status, word = 0, "finished"
     try:
-        _compat.pretrain(args, config, recipe.datasets, recipe.forward_step)
+        with _in_words(output):
+            _compat.pretrain(args, config, recipe.datasets, recipe.forward_step)
     except SystemExit as leaving:
         # Upstream's way to stop early, and also its way to give up before the first step.
         status, step = _exit_status(leaving), metrics.RECORDER.iteration
@@ -351,17 +353,42 @@ def _checkpoint_words(plan: Plan, step: int | None, problem: Exception) -> str:
     return found or f"{start.folder} cannot be read ({cause}); copy the checkpoint again"
 
 
+#: What upstream refuses settings with. Other exceptions, and all of them once a step is done, are
+#: defects, and keep their traceback.
+_REFUSALS = (AssertionError, ValueError, NotImplementedError, ImportError, OSError)
+
+
 @contextlib.contextmanager
-def _in_words() -> Iterator[None]:
-    """Upstream's checks of settings are assertions and ValueErrors: messages, not tracebacks."""
+def _in_words(output: Path | None) -> Iterator[None]:
+    """Upstream's checks of settings are exceptions of many kinds: messages, not tracebacks.
+
+    Args:
+        output: the run directory; the traceback goes to its logs, else to the folder for temporary
+            files.
+    """
+    from megatron_patch.training import metrics
+
     try:
         yield
     except UserError:
         raise
-    except (AssertionError, ValueError) as error:
+    except Exception as error:
+        # Where it cannot write its index, the dataset builder raises a bare Exception.
+        known = isinstance(error, _REFUSALS) or type(error) is Exception
+        started = metrics.RECORDER is not None and metrics.RECORDER.iteration is not None
+        if started or not known:
+            raise
         last = traceback.extract_tb(error.__traceback__)[-1]
-        words = str(error) or f"{last.line} ({last.filename}:{last.lineno})"
-        raise UserError(f"Megatron-Core refuses these settings: {words}") from error
+        words = str(error).strip().partition("\n")[0]
+        if isinstance(error, OSError) and error.filename is not None:
+            words = f"{error.filename}: {error.strerror}"
+        elif not words:
+            words = f"{last.line} ({last.filename}:{last.lineno})"
+        folder = output / "logs" if output is not None else Path(tempfile.gettempdir())
+        file = folder / f"traceback-rank{rank_and_world()[0]}.txt"
+        with contextlib.suppress(OSError):
+            file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        raise UserError(f"Megatron-Core refuses these settings: {words} (where: {file})") from error
 
 
 def _exit_status(leaving: SystemExit) -> int:

@@ -118,6 +118,11 @@ def test_settings_that_upstream_refuses(runs: Runs, tmp_path: Path) -> None:
     runs.refused(tmp_path / "job", argv, "Megatron-Core refuses", "moe_act in recompute_modules")
     argv = runs.command("plain", tmp_path / "run", "--weight-decay-incr-style", "linear")
     runs.refused(tmp_path / "job", argv, "Megatron-Core refuses", "start_weight_decay is not None")
+    # Long after the parser, with the ranks connected and the model built.
+    argv = runs.command("plain", tmp_path / "run", "--lr-decay-style", "WSD")
+    runs.refused(tmp_path / "job", argv, "Megatron-Core refuses", "wsd_decay_steps is not None")
+    kept = (tmp_path / "run" / "logs" / "traceback-rank1.txt").read_text()
+    assert kept.startswith("Traceback") and "AssertionError" in kept
 
 
 def test_weights_from_nowhere(runs: Runs, tmp_path: Path) -> None:
