@@ -3,13 +3,15 @@
 The model is built without data (on torch's meta device), for one rank and without process groups,
 and asked for its ``sharded_state_dict``. That takes seconds and a gigabyte of imports, so
 `checkpoint_layout` does it in a process of its own, which sees no GPU and is gone before the first
-weight is read.
+weight is read, and keeps the answer in ``$XDG_CACHE_HOME/megatron_patch/layouts``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.util import UserError
+from megatron_patch.util import UserError, atomic_write
 
 if TYPE_CHECKING:
     from megatron_patch.models.family import ModelSpec
@@ -65,7 +67,7 @@ class CheckpointLayout:
 
 
 def checkpoint_layout(hf_dir: str | os.PathLike[str]) -> CheckpointLayout:
-    """Ask Megatron-Core, in a process without GPU.
+    """Ask Megatron-Core, in a process without GPU; the answer is kept for the next time.
 
     Args:
         hf_dir: Directory with ``config.json``.
@@ -74,6 +76,82 @@ def checkpoint_layout(hf_dir: str | os.PathLike[str]) -> CheckpointLayout:
         UserError: Megatron-Core refuses the model or is not usable; the end of its output is in
             the message.
     """
+    path = _kept(hf_dir)
+    answer = _read_kept(path)
+    if answer is None:
+        answer = _ask(hf_dir)
+        _keep(path, answer)
+    return CheckpointLayout(
+        {
+            name: Place(key, *(tuple(numbers) for numbers in rest))
+            for name, (key, *rest) in answer["tensors"].items()
+        },
+        tuple(answer["objects"]),
+    )
+
+
+#: Answers that are kept; the ones used last.
+_MOST_KEPT = 64
+
+
+def _kept(hf_dir: str | os.PathLike[str]) -> Path:
+    """Where the layout of a model is kept.
+
+    The name stands for everything that a layout follows from: the resolved model, the sources of
+    this package, and the versions of what they build on.
+    """
+    import dataclasses
+    import hashlib
+    import platform
+
+    from megatron_patch import _compat
+    from megatron_patch.models.registry import get_family, load_config
+
+    hf = load_config(hf_dir)
+    spec = get_family(hf.model_type).resolve(hf)
+    digest = hashlib.sha256()
+    for part in (
+        json.dumps(dataclasses.asdict(spec), sort_keys=True, default=repr),
+        platform.python_version(),
+        *(f"{name} {_compat.installed_version(name)}" for name in ("megatron-core", "torch")),
+        str(importlib.util.find_spec("megatron")),
+    ):
+        digest.update(part.encode() + b"\0")
+    package = Path(__file__).resolve().parents[1]
+    for source in sorted(package.rglob("*.py")):
+        digest.update(str(source.relative_to(package)).encode() + b"\0" + source.read_bytes())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "megatron_patch" / "layouts" / f"{digest.hexdigest()[:40]}.json"
+
+
+def _read_kept(path: Path) -> Any:
+    """What `_keep` wrote; None where there is nothing, or anything else."""
+    import hashlib
+
+    try:
+        digest, _, content = path.read_bytes().partition(b"\n")
+        if hashlib.sha256(content).hexdigest().encode() != digest:
+            return None
+        os.utime(path)
+    except OSError:
+        return None
+    return json.loads(content)
+
+
+def _keep(path: Path, answer: Any) -> None:
+    """Keep an answer, by rename; a folder that cannot be written to costs time, nothing else."""
+    import hashlib
+
+    content = json.dumps(answer).encode()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+        kept = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for old in kept[:-_MOST_KEPT]:
+            old.unlink(missing_ok=True)
+
+
+def _ask(hf_dir: str | os.PathLike[str]) -> Any:
     root = str(Path(__file__).resolve().parents[2])
     environment = {
         **os.environ,
@@ -97,14 +175,7 @@ def checkpoint_layout(hf_dir: str | os.PathLike[str]) -> CheckpointLayout:
         tail = "\n".join((errors.strip() or output.strip()).splitlines()[-8:])
         raise UserError(f"Megatron-Core could not lay out the model of {hf_dir}:\n{tail}")
     # Imports print; the answer is the last line.
-    answer = json.loads(output.splitlines()[-1])
-    return CheckpointLayout(
-        {
-            name: Place(key, *(tuple(numbers) for numbers in rest))
-            for name, (key, *rest) in answer["tensors"].items()
-        },
-        tuple(answer["objects"]),
-    )
+    return json.loads(output.splitlines()[-1])
 
 
 def parse_model(spec: ModelSpec, **more: Any) -> argparse.Namespace:
