@@ -40,13 +40,14 @@ def _flag(parser: argparse.ArgumentParser, names: Sequence[str], **more: Any) ->
     parser.add_argument(*names, dest=names[0][2:].replace("-", "_"), action=Once, **more)
 
 
-def _run_flags(parser: argparse.ArgumentParser) -> None:
+def _run_flags(parser: argparse.ArgumentParser, *more: str) -> None:
     _flag(
         parser,
         ["--dtype", "--torch-dtype", "--target-params-dtype"],
-        choices=(*DTYPE_NAMES, *DTYPE_NAMES.values()),
-        metavar="{bf16,fp16,fp32}",
-        help="number format of the result; default: the source's, bit for bit",
+        choices=(*DTYPE_NAMES, *DTYPE_NAMES.values(), *more),
+        metavar=f"{{{','.join((*DTYPE_NAMES, *more))}}}",
+        help="number format of the result; default: the source's, bit for bit"
+        + ("; fp8: linear layers in blocks of 128 x 128, as DeepSeek publishes" if more else ""),
     )
     _flag(parser, ["--workers"], type=int, default=1, metavar="N", help="processes; default: 1")
     parser.add_argument("--dry-run", action="store_true", help="print the plan; read no weights")
@@ -118,7 +119,7 @@ def mcore2hf(argv: Sequence[str], *, model_type: bool = False) -> int:
     )
     if model_type:
         _flag(parser, ["--model-type"], metavar="NAME", help="checked against config.json")
-    _run_flags(parser)
+    _run_flags(parser, "fp8")
     return _guarded(lambda: _mcore2hf(parser.parse_args(_dashes(argv))))
 
 

@@ -26,6 +26,7 @@ from megatron_patch.convert.rows import (
     Copy,
     FileRows,
     Files,
+    Quantised,
     ScaledRows,
     rows_of,
     tensor_bytes,
@@ -352,7 +353,7 @@ class ShardWriter:
         self._folder = folder
         self._open: dict[str, int] = {}
 
-    def write(self, target: Target, copy: Copy, buffer: bytearray) -> int:
+    def write(self, target: Target, copy: Copy | Quantised, buffer: bytearray) -> int:
         """Write one tensor; returns its bytes."""
         fd = self._open.get(target.file)
         if fd is None:
@@ -396,20 +397,50 @@ def _by_name(target: Target) -> str:
     return target.name
 
 
-def write_dtype(folder: Path, dtype: str) -> str | None:
-    """Make ``config.json`` name the dtype of the weights; says what was changed, None for nothing.
+#: What config.json says of weights in FP8.
+_QUANTISATION = MappingProxyType(
+    {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    }
+)
+
+
+def scale_powers(folder: Path) -> bool:
+    """Whether a model's FP8 scales are powers of two, by its ``config.json``."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool((config.get("quantization_config") or {}).get("scale_fmt") == "ue8m0")
+
+
+def write_dtype(folder: Path, dtype: str, quantised: bool = False) -> list[str]:
+    """Make ``config.json`` name the format of the weights; says what was changed.
 
     The key keeps its spelling: ``torch_dtype``, or ``dtype`` since transformers 5.
+
+    Args:
+        folder: With ``config.json``.
+        dtype: torch dtype name of most weights, before they were quantised.
+        quantised: Whether there are FP8 weights with scales.
     """
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
-    before = config.get(key)
-    if before == dtype:
-        return None
-    config[key] = dtype
-    atomic_write(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    return f"config.json: {key} {before!r} -> {dtype!r}, the dtype of the weights"
+    changes = []
+    if config.get(key) != dtype:
+        changes.append(
+            f"config.json: {key} {config.get(key)!r} -> {dtype!r}, the dtype of the weights"
+        )
+        config[key] = dtype
+    if quantised and not config.get("quantization_config"):
+        config["quantization_config"] = dict(_QUANTISATION)
+        changes.append("config.json: quantization_config added, the weights are FP8")
+    if not quantised and config.pop("quantization_config", None):
+        changes.append(f"config.json: quantization_config removed, the weights are {dtype}")
+    if changes:
+        atomic_write(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    return changes
 
 
 def parse_size(text: str, flag: str) -> int:

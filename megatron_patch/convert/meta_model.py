@@ -107,7 +107,7 @@ def _kept(hf_dir: str | os.PathLike[str]) -> Path:
     from megatron_patch import _compat
     from megatron_patch.models.registry import get_family, load_config
 
-    hf = load_config(hf_dir)
+    hf = load_config(Path(hf_dir))
     spec = get_family(hf.model_type).resolve(hf)
     digest = hashlib.sha256()
     for part in (

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,11 @@ from megatron_patch.convert.dist_io import Checkpoint, RegionRows
 from megatron_patch.convert.hf_io import Shard, Stored, Target
 from megatron_patch.convert.meta_model import CheckpointLayout, Place, checkpoint_layout
 from megatron_patch.convert.rows import (
+    FP8_BLOCK,
     NO_RUNS,
     Copy,
     Files,
+    Quantised,
     RunTable,
     forward_copy,
     forward_runs,
@@ -131,11 +134,19 @@ class ImportPlan:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """One HF tensor to write: its place, the step that it belongs to, and which part it is."""
+    """One HF tensor to write.
+
+    Attributes:
+        target: Its place.
+        step: The step that it belongs to.
+        part: Which of the rule's tensors it is.
+        scales: Whether it holds the scales of that tensor's FP8 form.
+    """
 
     target: Target
     step: Step
     part: int
+    scales: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +163,7 @@ class ExportPlan:
         skipped: What is not written.
         notes: What a user should know.
         runs: Which rows every operation moves where.
+        powers: Whether scales of FP8 weights are powers of two.
     """
 
     checkpoint: Checkpoint
@@ -163,20 +175,24 @@ class ExportPlan:
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
     runs: RunTable = NO_RUNS
+    powers: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensors that are written."""
         return sum(tensor_bytes(e.target.shape, e.target.dtype) for e in self.exports)
 
-    def copy(self, export: Export, files: Files) -> Copy:
+    def copy(self, export: Export, files: Files) -> Copy | Quantised:
         """An HF tensor."""
         place = export.step.place
         region = RegionRows(files, self.checkpoint.tensors[place.key], place.offset, place.shape)
         operation = export.step.rule.operation
-        target = export.target
-        part = export.part
-        return inverse_copy(operation, region, part, target.shape, target.dtype, self.runs)
+        target, part = export.target, export.part
+        if not export.scales and target.dtype != hf_io.FP8:
+            return inverse_copy(operation, region, part, target.shape, target.dtype, self.runs)
+        shape = export.step.rule.shapes[part]
+        numbers = inverse_copy(operation, region, part, shape, region.dtype, self.runs)
+        return Quantised(numbers, export.scales, self.powers)
 
     def fingerprint(self) -> str:
         """Changes with everything that decides what is written where."""
@@ -345,14 +361,15 @@ def plan_export(
             found = replace(found, global_shape=entry.shape, shape=entry.shape)
             notes.append(f"{found.key}: padded to {entry.shape[0]} rows by another tool")
         _same_shape(f"{folder}: {found.key}", entry.shape, found.global_shape)
-        steps.append(_step(rule, found, entry.dtype, dtype))
+        steps.append(_step(rule, found, entry.dtype, None if dtype == FP8_BLOCKS else dtype))
     skipped, extra = others(checkpoint, used)
     if missing or extra:
         rules.refuse_differences(f"{folder}", used | set(extra), used | set(missing))
-    tensors, origins = _hf_tensors(steps, spec, source)
+    quantised = _quantised(source, steps) if dtype == FP8_BLOCKS else frozenset()
+    tensors, origins = _hf_tensors(steps, spec, source, quantised)
     shards, targets = hf_io.plan_shards(tensors, max_shard)
     exports = tuple(
-        Export(target, step, part) for target, (step, part) in zip(targets, origins, strict=True)
+        Export(target, *origin) for target, origin in zip(targets, origins, strict=True)
     )
     with Files() as files:
         for step in steps:
@@ -368,6 +385,7 @@ def plan_export(
         tuple(skipped),
         tuple(notes),
         _inverse_table(steps),
+        hf_io.scale_powers(source),
     )
 
 
@@ -533,10 +551,35 @@ def _kind(key: str) -> str | None:
     return first if first in known else None
 
 
+#: ``--dtype`` of an export whose linear layers are FP8 with scales.
+FP8_BLOCKS = "fp8"
+
+#: What DeepSeek quantises: projections of attention and of MLPs, shared and routed.
+_PROJECTIONS = re.compile(r"\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$")
+
+
+def _quantised(source: Path, steps: Sequence[Step]) -> frozenset[str]:
+    """Names of the tensors that were quantised in the original, or would have been."""
+    known: set[str] = set()
+    record = source / RECORD
+    if record.exists():
+        known = set(json.loads(record.read_text(encoding="utf-8")).get("fp8", ()))
+    elif (source / hf_io.INDEX).exists() or any(source.glob("*.safetensors")):
+        stored = hf_io.read_model(source)
+        known = {name for name in stored if name + hf_io.SCALE in stored}
+    return frozenset(
+        name
+        for step in steps
+        for name, shape in zip(step.rule.hf, step.rule.shapes, strict=True)
+        if len(shape) == 2 and (name in known if known else _PROJECTIONS.search(name))
+    )
+
+
 def _hf_tensors(
-    steps: Sequence[Step], spec: ModelSpec, source: Path
-) -> tuple[list[tuple[str, tuple[int, ...], str]], list[tuple[Step, int]]]:
-    tensors, origins = [], []
+    steps: Sequence[Step], spec: ModelSpec, source: Path, quantised: Collection[str]
+) -> tuple[list[tuple[str, tuple[int, ...], str]], list[tuple[Step, int, bool]]]:
+    tensors: list[tuple[str, tuple[int, ...], str]] = []
+    origins = []
     again: dict[str, list[str]] = {}
     found = had_copies(source, spec)
     for name, original in rules.copies(spec).items():
@@ -544,11 +587,16 @@ def _hf_tensors(
             again.setdefault(original, []).append(name)
     for step in steps:
         for part, (name, shape) in enumerate(zip(step.rule.hf, step.rule.shapes, strict=True)):
-            tensors.append((name, shape, step.dtype))
-            origins.append((step, part))
+            eight = name in quantised
+            tensors.append((name, shape, hf_io.FP8 if eight else step.dtype))
+            origins.append((step, part, False))
+            if eight:
+                scales = tuple(-(-size // FP8_BLOCK) for size in shape)
+                tensors.append((name + hf_io.SCALE, scales, "float32"))
+                origins.append((step, part, True))
             for other in again.get(name, ()):
                 tensors.append((other, shape, step.dtype))
-                origins.append((step, part))
+                origins.append((step, part, False))
     return tensors, origins
 
 

@@ -141,7 +141,12 @@ class Import:
         dist_io.write_metadata(folder / RELEASE, self.plan.tensors(), written)
         (folder / "hf").mkdir()
         left = hf_io.copy_companions(self.plan.hf_dir, folder / "hf", leave=(RECORD,))
-        record = {"copies": self.plan.copies, "dtype": hf_io.dtype_of(self.plan.stored)}
+        stored = self.plan.stored
+        record = {
+            "copies": self.plan.copies,
+            "dtype": hf_io.dtype_of(stored),
+            "fp8": [name for name, tensor in stored.items() if tensor.scale is not None],
+        }
         atomic_write(folder / "hf" / RECORD, json.dumps(record) + "\n")
         atomic_write(folder / TRACKER, RELEASE)
         return [f"not copied along: {', '.join(left)}"] if left else []
@@ -188,11 +193,15 @@ class ExportJob:
         notes = [f"not copied along: {', '.join(left)}"] if left else []
         sizes: dict[str, int] = {}
         for export in self.plan.exports:
-            size = tensor_bytes(export.target.shape, export.target.dtype)
-            sizes[export.target.dtype] = sizes.get(export.target.dtype, 0) + size
-        changed = hf_io.write_dtype(folder, max(sizes, key=lambda dtype: sizes[dtype]))
+            # A quantised weight counts as what it was.
+            dtype = export.step.dtype
+            size = tensor_bytes(export.target.shape, dtype)
+            sizes[dtype] = sizes.get(dtype, 0) + size
+        quantised = any(export.target.dtype == hf_io.FP8 for export in self.plan.exports)
+        common = max(sizes, key=lambda dtype: sizes[dtype])
+        notes += hf_io.write_dtype(folder, common, quantised)
         hf_io.write_index(folder, [export.target for export in self.plan.exports])
-        return notes + ([changed] if changed else [])
+        return notes
 
 
 def check_copies(plan: ImportPlan) -> None:

@@ -72,7 +72,6 @@ INERT: tuple[tuple[str, str], ...] = (
 #: Features that no family here has; a config that turns one on is another network.
 ONLY: tuple[Only, ...] = (
     Only("hidden_act", ("silu", "swish"), "the gated MLP is SwiGLU."),
-    Only("quantization_config", (None,), "use the unquantised checkpoint."),
     Only("auto_map", (None,), "the model brings its own code, which may be another network."),
     Only("is_encoder_decoder", (False,), "these are decoders."),
     Only("add_cross_attention", (False,), "these are decoders."),
@@ -123,8 +122,35 @@ def decoder(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     }
 
 
+#: FP8 weights with one scale for every block, as DeepSeek and Qwen publish them.
+_FP8_BLOCKS = {
+    "quant_method": ("fp8",),
+    "weight_block_size": ([128, 128],),
+    "fmt": ("e4m3", None),
+    "activation_scheme": ("dynamic", None),
+    "scale_fmt": ("ue8m0", None),  # powers of two, stored as float32
+}
+
+
+def stored_weights(hf: HFConfig, notes: list[str]) -> None:
+    """Accepts weights stored in FP8 with a scale for every block of 128 x 128, nothing else."""
+    found = hf.typed("quantization_config", None, dict)
+    if found is None:
+        return
+    # Which tensors are quantised is seen from the files.
+    rest = set(found) - set(_FP8_BLOCKS) - {"modules_to_not_convert"}
+    if rest or any(found.get(key) not in known for key, known in _FP8_BLOCKS.items()):
+        raise UserError(
+            f"{hf.path}: 'quantization_config' is {found!r}: weights quantised by "
+            f"{found.get('quant_method')!r} in this form cannot be read; only FP8 (e4m3) in "
+            f"blocks of 128 x 128 is supported here. Use the unquantised checkpoint."
+        )
+    notes.append("the files hold FP8 weights with scales; training starts from their products")
+
+
 def common(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     """Sizes, norms, initialisation, dropout, tying and vocabulary, whatever the attention."""
+    stored_weights(hf, notes)
     vocab = positive(hf, "vocab_size")
     padded = padded_vocab_size(vocab)
     if padded != vocab:

@@ -37,7 +37,6 @@ FAMILY = ModelFamily(
     hf_defaults=HF_DEFAULTS,
     args=(
         experts.own_code("configuration_deepseek.", "modeling_deepseek."),
-        experts.stored_weights,
         blocks.common,
         experts.latent_attention,
         experts.experts,
@@ -47,7 +46,7 @@ FAMILY = ModelFamily(
     layers=experts.layers("mla"),
     rules=blocks.decoder_rules,
     only=(
-        *(o for o in blocks.ONLY if o.key not in ("auto_map", "quantization_config")),
+        *(o for o in blocks.ONLY if o.key != "auto_map"),
         *experts.ONLY,
         Only("scoring_func", ("sigmoid",), "softmax scores are DeepSeek V2's."),
         Only("topk_method", ("noaux_tc",), "the other methods are DeepSeek V2's."),

@@ -55,27 +55,6 @@ def own_code(*prefixes: str) -> Reader:
     return reader
 
 
-def stored_weights(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
-    """Accepts weights stored in FP8 with a scale for every block of 128 x 128."""
-    found = hf.typed("quantization_config", None, dict)
-    known = {
-        "quant_method": ("fp8",),
-        "weight_block_size": ([128, 128],),
-        "fmt": ("e4m3", None),
-        "activation_scheme": ("dynamic", None),
-        "scale_fmt": ("ue8m0", None),  # powers of two, stored as float32
-    }
-    if found is None:
-        return {}
-    if set(found) - set(known) or any(found.get(k) not in values for k, values in known.items()):
-        raise UserError(
-            f"{hf.path}: 'quantization_config' is {found!r}; only FP8 (e4m3) in blocks of 128 x "
-            f"128 is supported here. Use the unquantised checkpoint."
-        )
-    notes.append("the files hold FP8 weights with scales; training starts from their products")
-    return {}
-
-
 def latent_attention(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     """Sizes of latent attention (arXiv 2405.04434)."""
     heads = positive(hf, "num_attention_heads")
