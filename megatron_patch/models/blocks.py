@@ -123,13 +123,14 @@ def decoder(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
 
 
 #: FP8 weights with one scale for every block, as DeepSeek and Qwen publish them.
-_FP8_BLOCKS = {
-    "quant_method": ("fp8",),
-    "weight_block_size": ([128, 128],),
-    "fmt": ("e4m3", None),
-    "activation_scheme": ("dynamic", None),
-    "scale_fmt": ("ue8m0", None),  # powers of two, stored as float32
-}
+_FP8_BLOCKS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("quant_method", ("fp8",)),
+    ("weight_block_size", ([128, 128],)),
+    ("fmt", ("e4m3", None)),
+    ("activation_scheme", ("dynamic", None)),
+    ("scale_fmt", ("ue8m0", None)),  # powers of two, stored as float32
+    ("modules_to_not_convert", ()),  # which tensors are quantised is seen from the files
+)
 
 
 def stored_weights(hf: HFConfig, notes: list[str]) -> None:
@@ -137,9 +138,8 @@ def stored_weights(hf: HFConfig, notes: list[str]) -> None:
     found = hf.typed("quantization_config", None, dict)
     if found is None:
         return
-    # Which tensors are quantised is seen from the files.
-    rest = set(found) - set(_FP8_BLOCKS) - {"modules_to_not_convert"}
-    if rest or any(found.get(key) not in known for key, known in _FP8_BLOCKS.items()):
+    rest = set(found) - {key for key, _ in _FP8_BLOCKS}
+    if rest or any(known and found.get(key) not in known for key, known in _FP8_BLOCKS):
         raise UserError(
             f"{hf.path}: 'quantization_config' is {found!r}: weights quantised by "
             f"{found.get('quant_method')!r} in this form cannot be read; only FP8 (e4m3) in "
