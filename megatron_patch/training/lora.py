@@ -21,7 +21,7 @@ _EXCEPT = (
     (r"^(embedding|head)\.", "embedding and head"),
     (r"\.router\.", "routers"),
     (r"\.experts\.", "routed experts"),
-    (r"^mtp\.\d+\.join\.", "the joints of MTP layers"),
+    (r"^mtp\.", "layers for multi-token prediction, which transformers does not run"),
 )
 
 
