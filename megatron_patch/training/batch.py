@@ -241,7 +241,7 @@ def _over_tp(row: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
     device = torch.cuda.current_device()
     sizes = torch.tensor([row[n].numel() if leads else 0 for n in names], device=device)
     torch.distributed.broadcast(sizes, source, group=group)
-    counts = sizes.tolist()
+    counts = [] if leads else sizes.tolist()  # waits for the device
     if leads:
         # A float's bits fit into an int64, so that one message carries all.
         whole = [v.view(torch.int32).long() if v.is_floating_point() else v for v in

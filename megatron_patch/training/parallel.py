@@ -575,8 +575,12 @@ def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Repo
     worst = max(stages, key=lambda m: m.total, default=None)
     if worst and limit:
         large = _too_large(plan, worst, limit) if worst.total > limit else []
-        refusals += large if trust_memory else []
-        warnings += [] if trust_memory else [f"estimated: {text}" for text in large]
+        # Adapters have no gradients and optimizer states of the weights that the estimate counts.
+        sure = trust_memory and plan.own.lora_rank is None
+        refusals += large if sure else []
+        warnings += [] if sure else [f"estimated: {text}" for text in large]
+        if large and plan.own.lora_rank is not None:
+            warnings.append("the estimate is that of training every weight; adapters need less")
         if TIGHT * limit < worst.total <= limit:
             warnings.append(
                 f"memory is tight: {human_bytes(worst.total)} of {human_bytes(limit)} estimated"

