@@ -160,6 +160,14 @@ def help_text(script: str, *, everything: bool = False) -> str:
         f"{script} without any flag is the embedded demo: a tiny Qwen3 on real text, about two",
         "minutes on two cores. The same call again goes on, or extends a finished run.",
         "",
+    ]
+    if script.endswith(".py"):
+        lines = [
+            f"{script} fine-tunes on chats: --hf-model DIR --data-path CHATS --output-dir OUT.",
+            "OUT/hf is the result. The same call again goes on where it was interrupted.",
+            "",
+        ]
+    lines += [
         "Where to run, and how (the launcher keeps these):",
     ]
     for flag in LAUNCHER_FLAGS:

@@ -135,6 +135,8 @@ def run(call: Call) -> int:
     environ = dict(os.environ)
     options, rest = split_flags(call.user)
     if any(token.replace("_", "-") == "--sft" for token in rest):
+        if options.demo:
+            raise UserError("--demo is pretraining; --sft needs --hf-model and --data-path")
         call = replace(call, entry="sft")
     if options.hostfile is not None:
         raise UserError("--hostfile belongs to the mpi_run_... launchers")
