@@ -180,7 +180,7 @@ def get_packed(
         whole = {name: value[mine] for name, value in whole.items()}
     there = {name: value[None].cuda(non_blocking=True) for name, value in whole.items()}
     edges = rooms.to(torch.int32).cuda(non_blocking=True)
-    longest = int(rooms.diff().max())
+    longest = _bound(int(rooms.diff().max()), int(rooms[-1]))
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=edges,
@@ -203,6 +203,23 @@ def get_packed(
         samples=row["samples"].tolist(),
         scale=float(row["scale"].view(torch.float64)),
     )
+
+
+def _bound(longest: int, total: int) -> int:
+    """A bound of the rooms' lengths that takes few values, for kernels are planned by it.
+
+    Never the row's own length unless one room fills it: upstream's rotary embedding takes a table
+    of that length for one that holds the positions of the whole row
+    (``megatron/core/models/common/embeddings/rope_utils.py: _apply_rotary_pos_emb_thd``).
+
+    Args:
+        longest: the largest room.
+        total: the row.
+    """
+    if longest == total:
+        return total
+    power = max(256, 1 << (longest - 1).bit_length())
+    return power if power < total else max(longest, total - 64)
 
 
 #: What every stage gets of a row; int64 (the scale's bits as such).

@@ -246,3 +246,14 @@ def test_chats_and_prepared_sets_give_the_same_rows(tmp_path):
     before = sorted(p.stat().st_mtime_ns for p in (tmp_path / "cache").iterdir())
     sft_dataset.open_sets([(None, str(source))], job, str(tmp_path / "cache"))
     assert sorted(p.stat().st_mtime_ns for p in (tmp_path / "cache").iterdir()) == before
+
+
+def test_bound_of_the_lengths():
+    """Few values, never too small, and never the row's length but where one room fills it."""
+    from megatron_patch.training.batch import _bound
+
+    for total in (64, 100, 4096, 5000):
+        bounds = {longest: _bound(longest, total) for longest in range(1, total + 1)}
+        assert all(longest <= bound <= total for longest, bound in bounds.items())
+        assert [longest for longest, bound in bounds.items() if bound == total] == [total]
+    assert len({_bound(longest, 4096) for longest in range(1, 4033)}) == 5
