@@ -322,6 +322,7 @@ _IGNORED = (
     "dataloader_inter_document_masking",
     "fim_data",
     "sft",
+    "test_mode",
     "per_dataset_sequences_path",
     "dataloader_fast_cache_load",
 )
@@ -408,6 +409,14 @@ def _effect_refusals(plan: Plan) -> Iterator[str]:
         ):
             if given:
                 yield f"{flag} has no effect on CPU ranks; drop it"
+        for dest in ("use_torch_fsdp2", "use_megatron_fsdp"):
+            if values[dest]:
+                yield f"{flag_name(dest)} needs GPUs; drop it"
+    width = values["kv_channels"] or 0
+    if width % 2 and values["position_embedding_type"] == "rope":
+        yield f"--kv-channels {width}: rope turns pairs, so an even number is needed"
+    if values["phase_transition_iterations"] and not values["train_samples"]:
+        yield "--phase-transition-iterations needs --train-samples and a batch that stays as it is"
     if plan.given("recompute_num_layers") and values["recompute_granularity"] != "full":
         yield "--recompute-num-layers has no effect without --recompute-granularity full"
     if plan.given("recompute_modules") and values["recompute_granularity"] != "selective":

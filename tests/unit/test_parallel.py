@@ -617,3 +617,18 @@ def test_a_layer_for_mtp_keeps_more_than_a_layer(tmp_path: Path) -> None:
     sizes = memory.Sizes.of(result.values, 8)
     layer = sum(memory.layer_activations(result.values, sizes, True, False).values())
     assert with_one - peak(result).activations == pytest.approx(layer + 2 * 4 * 4096 * 4096, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--use-torch-fsdp2", "--use-torch-fsdp2 needs GPUs"),
+        ("--use-megatron-fsdp", "--use-megatron-fsdp needs GPUs"),
+        ("--kv-channels 7", "--kv-channels 7: rope turns pairs"),
+        ("--test-mode", "--test-mode has no effect"),
+        ("--phase-transition-iterations 1", "--phase-transition-iterations needs --train-samples"),
+    ],
+)
+def test_what_would_end_in_a_traceback(tmp_path: Path, flags: str, words: str) -> None:
+    report = parallel.check(plan(hf(tmp_path), flags, device="cpu", world_size=1))
+    assert any(words in refusal for refusal in report.refusals)
