@@ -887,7 +887,7 @@ def candidates(
                 trial["sequence_parallel"] = tp > 1
             if moe and not plan.given("expert_tensor_parallel_size"):
                 trial["expert_tensor_parallel_size"] = 1
-            candidate = _judge(plan, change, trial, limit, per_node)
+            candidate = _judge(plan, change, trial, limit, per_node, rejected is not None)
             if isinstance(candidate, Candidate):
                 found.append(candidate)
             elif rejected is not None:
@@ -904,12 +904,27 @@ def _preference(candidate: Candidate) -> tuple[float, int, int, int]:
 
 
 def _judge(
-    plan: Plan, change: dict[str, Any], trial: dict[str, Any], limit: int, per_node: int
+    plan: Plan,
+    change: dict[str, Any],
+    trial: dict[str, Any],
+    limit: int,
+    per_node: int,
+    explain: bool,
 ) -> Candidate | tuple[tuple[str, ...], int]:
-    """The candidate, or why it is refused, or, without refusals, its memory, which is too much."""
+    """The candidate, or why it is refused, or, without refusals, its memory, which is too much.
+
+    Args:
+        plan: What is given.
+        change: The layout.
+        trial: The values with it.
+        limit: Bytes of a rank.
+        per_node: Ranks a node.
+        explain: Find all refusals; else the first one is enough.
+    """
     world = plan.world_size
     try:
-        refusals = (*_layout_refusals(trial, world), *_batch_refusals(trial, world))
+        found = itertools.chain(_layout_refusals(trial, world), _batch_refusals(trial, world))
+        refusals = tuple(found if explain else itertools.islice(found, 1))
         if refusals:
             return refusals, 0
         total = max(m.total for m in _memory(plan, trial, world))
@@ -974,9 +989,10 @@ def auto_layout(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     shape = list(_shape(plan.values))
     if shape:
         raise UserError(shape[0])
-    rejected: list[tuple[tuple[str, ...], int, str]] = []
-    found = candidates(plan, rejected)
+    found = candidates(plan)
     if not found:
+        rejected: list[tuple[tuple[str, ...], int, str]] = []
+        candidates(plan, rejected)
         raise UserError(_no_layout(plan, rejected))
     best = found[0]
     notes = [f"{AUTO} takes {best.words()} out of {len(found)} layouts that fit"]
