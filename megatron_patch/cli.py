@@ -41,6 +41,10 @@ COMMANDS = MappingProxyType(
             "megatron_patch.convert.commands:main",
             "Hugging Face files to a Megatron checkpoint and back, and the proof: verify.",
         ),
+        "ckpt": (
+            "megatron_patch.convert.inspect:main",
+            "What a checkpoint holds (show), and whether its bytes have changed (verify).",
+        ),
         "pretrain": ("megatron_patch.pretrain:main", "Train (under torchrun: one process a GPU)."),
         "sft": (
             "megatron_patch.sft:main",

@@ -310,6 +310,11 @@ class _Part(io.RawIOBase):
         return count
 
 
+def archive_of(files: Files, record: Record) -> zipfile.ZipFile:
+    """The archive that a record is, as `torch.save` writes it."""
+    return zipfile.ZipFile(io.BufferedReader(_Part(files, record), 4096))
+
+
 class _ObjectReader(_MetadataReader):
     """Reads what is no tensor; tensors in it are stand-ins."""
 
@@ -398,7 +403,7 @@ def _find_data(files: Files, record: Record, key: str) -> _Data:
         UserError: It is no plain tensor as ``torch.save`` writes it.
     """
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Part(files, record), 4096)) as archive:
+        with archive_of(files, record) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         order = entries.get("byteorder")
         written = _content(files, record, order) if order is not None else b"little"
@@ -408,7 +413,7 @@ def _find_data(files: Files, record: Record, key: str) -> _Data:
             raise ValueError(f"byte order {written!r}")
         pickled = _content(files, record, entries["data.pkl"])
         (dtype, name), first, sizes, strides = _TensorReader(io.BytesIO(pickled)).load()
-        start = _start(files, record, entries[f"data/{name}"])
+        start = start_of(files, record, entries[f"data/{name}"])
     except (KeyError, ValueError, TypeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         if isinstance(error, UserError):
             raise
@@ -434,7 +439,7 @@ def damaged(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _start(files: Files, record: Record, entry: zipfile.ZipInfo) -> int:
+def start_of(files: Files, record: Record, entry: zipfile.ZipInfo) -> int:
     """First byte of an archive entry's data in the record's file."""
     if entry.compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile("compressed")
@@ -447,7 +452,7 @@ def _start(files: Files, record: Record, entry: zipfile.ZipInfo) -> int:
 
 def _content(files: Files, record: Record, entry: zipfile.ZipInfo) -> bytes:
     data = bytearray(entry.file_size)
-    files.read(record.path, _start(files, record, entry), memoryview(data))
+    files.read(record.path, start_of(files, record, entry), memoryview(data))
     return bytes(data)
 
 

@@ -151,20 +151,40 @@ class _Console:
         return not self._interrupted() or line.startswith((b"> ", b"error: "))
 
 
+def _notify(pid: int) -> bool:
+    """SIGTERM for the ranks below torchrun's process; False where there is none yet."""
+    import psutil
+
+    told = False
+    try:
+        for process in psutil.Process(pid).children():
+            if any(word.startswith("megatron_patch") for word in process.cmdline()):
+                process.terminate()
+                told = True
+    except psutil.Error:
+        pass  # it ended at this moment
+    return told
+
+
 def supervise(command: Command, environ: Mapping[str, str], log: Path | None) -> Outcome:
     """Run ``command``, copy its output to stdout and append it to ``log``.
 
     The child gets its own process group and every terminating signal that reaches this process, so
-    a scheduler's notice, Ctrl-C and ``kill`` all act the same. Killed by signal N gives 128 + N;
-    a rank's own status comes through torchrun, which has none but 1.
+    a scheduler's notice, Ctrl-C and ``kill`` all act the same. The first SIGTERM or SIGUSR1 goes to
+    the ranks as SIGTERM: they save and end by themselves, where torchrun would give them 30 seconds
+    (SIGTERM) or die and leave them (SIGUSR1). Killed by signal N gives 128 + N; a rank's own status
+    comes through torchrun, which has none but 1.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
     def forward(number: int, _frame: object) -> None:
         received.append(number)
-        if child is not None and child.poll() is None:
-            child.send_signal(number)
+        if child is None or child.poll() is not None:
+            return
+        if number in (signal.SIGTERM, signal.SIGUSR1) and len(received) == 1 and _notify(child.pid):
+            return
+        child.send_signal(number)
 
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     previous = {number: signal.signal(number, forward) for number in handled}

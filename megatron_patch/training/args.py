@@ -455,6 +455,11 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
         "a step that gave NaN is saved and run again; without --output-dir there is nowhere to",
     ),
     Default("save_interval", 500, "steps between checkpoints; the last step is always saved"),
+    Default(
+        "exit_signal_handler",
+        lambda c: True if c.own.output_dir else SKIP,
+        "SIGTERM saves a checkpoint and ends the run; its command goes on from there",
+    ),
     Default("manual_gc", True, "all ranks collect at the same step, so none waits for another"),
     Default("manual_gc_interval", 100, "see manual_gc"),
     Default(
@@ -920,6 +925,12 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
     detail = f"{COMMAND_LINE} (--output-dir)"
     has_own = False
     own_load = plan.given("load")
+    if own.keep_every is not None and own.keep_last is None:
+        raise UserError("--keep-every has no effect without --keep-last; all checkpoints stay")
+    if own.keep_last is not None and not own.output_dir:
+        raise UserError("--keep-last has no effect without --output-dir; nothing is saved")
+    if own.keep_last is not None and plan.given("save_retain_interval"):
+        raise UserError("--keep-last and --save-retain-interval both remove checkpoints; give one")
     if own.output_dir:
         resume.check_output(own.output_dir)
         checkpoints = os.path.join(own.output_dir, "checkpoints")

@@ -548,6 +548,25 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         choices=("auto", "off"),
         default="auto: on for GPUs, in the layers that they cover",
     ),
+    OwnFlag(
+        "--keep-last",
+        (),
+        "keep_last",
+        "int",
+        _RUN,
+        "keep the newest N checkpoints, and remove older ones once a newer one is whole",
+        "N",
+        default="all",
+    ),
+    OwnFlag(
+        "--keep-every",
+        (),
+        "keep_every",
+        "int",
+        _RUN,
+        "with --keep-last: keep checkpoints of steps that are a multiple of N, too",
+        "N",
+    ),
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
     OwnFlag("--json", (), "json", "flag", _TOOL, "machine-readable output of check and dry run"),
@@ -606,6 +625,8 @@ class OwnFlags:
     backend: str | None = None
     linear_cross_entropy: str | None = None
     fused_kernels: str | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
     cpu_offloading: bool = False
     cpu_offloading_optimizer: bool = False
     per_device_train_batch_size: int | None = None
@@ -681,7 +702,8 @@ _ROWS: tuple[tuple[Range, str], ...] = (
         "make_vocab_size_divisible_by moe_ffn_hidden_size moe_shared_expert_intermediate_size "
         "moe_router_topk num_dataset_builder_threads dist_ckpt_workers rotary_base q_lora_rank "
         "kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim distributed_timeout_minutes "
-        "hysteresis per_device_train_batch_size gradient_accumulation_steps lora_rank",
+        "hysteresis per_device_train_batch_size gradient_accumulation_steps lora_rank keep_last "
+        "keep_every",
     ),
     (Range(1, 1 << 17), "num_experts"),
     (

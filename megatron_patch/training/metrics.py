@@ -34,6 +34,7 @@ class Recorder:
         echo: prints a line a step on rank 0, for runs whose last rank is on another node.
         first_step: called on rank 0 when the first step of this process is done.
         describe: further values of a step, which is counted from 0; they win.
+        each_step: called on rank 0 after every step.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class Recorder:
         echo: bool = False,
         first_step: Callable[[], None] | None = None,
         describe: Callable[[int], dict[str, Any]] | None = None,
+        each_step: Callable[[], None] | None = None,
     ) -> None:
-        self._first_step = first_step
+        self._first_step, self._each_step = first_step, each_step
         self._describe = describe
         self.rank, self.world_size, self.pipeline, self.echo = rank, world_size, pipeline, echo
         #: Last step of this process, None before the first.
@@ -115,6 +117,8 @@ class Recorder:
             return
         if first and self._first_step is not None:
             self._first_step()
+        if self._each_step is not None:
+            self._each_step()
         if self._describe is not None:
             extra = extra | self._describe(iteration - 1)
         record = {"iteration": iteration, **values, "seconds": round(seconds, 6), **extra}

@@ -261,7 +261,7 @@ def quiet() -> None:
 
 def _run(recipe: Recipe, plan: Plan, started: float) -> int:
     from megatron_patch import _compat
-    from megatron_patch.training import metrics
+    from megatron_patch.training import keep, metrics
     from megatron_patch.training.model import model_config
 
     rank, world_size = rank_and_world()
@@ -298,6 +298,9 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             weights=plan.weights,
             adjust=functools.partial(recipe.adjust, plan=plan) if recipe.adjust else None,
         )
+    keeper = None
+    if rank == 0 and output is not None and plan.own.keep_last:
+        keeper = keep.Keeper(output / "checkpoints", plan.own.keep_last, plan.own.keep_every)
     metrics.RECORDER = metrics.Recorder(
         output / metrics.FILE if output is not None else None,
         rank=rank,
@@ -306,6 +309,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
         echo=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size,
         first_step=functools.partial(_write_plan, output, plan) if output is not None else None,
         describe=recipe.describe,
+        each_step=keeper.look if keeper is not None else None,
     )
     status, word = 0, "finished"
     try:
@@ -325,6 +329,8 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
     finally:
         metrics.RECORDER.close()
         metrics.RECORDER = None
+    if keeper is not None:
+        keeper.finish()
     if rank == 0:
         print(f"> {word} after {time.time() - started:.0f} s", flush=True)
         if output is not None:

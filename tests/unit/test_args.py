@@ -641,6 +641,8 @@ def test_every_own_flag_changes_the_plan(hf: str, tmp_path: Path) -> None:
             argv += ["--sft", *(["--no-packing"] if flag.name == "--pad-to-max-length" else [])]
             if flag.name.startswith("--lora-") and flag.name != "--lora-rank":
                 argv += ["--lora-rank", "8"]
+        if flag.name == "--keep-every":
+            argv += ["--keep-last", "2"]
         argv += [USER_FLAGS_MARK]
         reference = ["--train-samples", "700"] if "--train-iters" not in argv else []
         before = args.resolve([*argv, *reference])
