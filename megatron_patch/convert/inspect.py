@@ -26,15 +26,15 @@ from megatron_patch.convert.rows import Files
 from megatron_patch.util import UserError, human_bytes
 
 #: Degrees of the layout that wrote a checkpoint: argument -> name in the report.
-_LAYOUT = {
-    "world_size": "ranks",
-    "tensor_model_parallel_size": "TP",
-    "pipeline_model_parallel_size": "PP",
-    "virtual_pipeline_model_parallel_size": "VPP",
-    "context_parallel_size": "CP",
-    "expert_model_parallel_size": "EP",
-    "expert_tensor_parallel_size": "ETP",
-}
+_LAYOUT = (
+    ("world_size", "ranks"),
+    ("tensor_model_parallel_size", "TP"),
+    ("pipeline_model_parallel_size", "PP"),
+    ("virtual_pipeline_model_parallel_size", "VPP"),
+    ("context_parallel_size", "CP"),
+    ("expert_model_parallel_size", "EP"),
+    ("expert_tensor_parallel_size", "ETP"),
+)
 _READ = 16 << 20
 
 
@@ -59,7 +59,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "folder": str(checkpoint.folder),
         "step": common.get("iteration"),
         "samples": args.get("consumed_train_samples"),
-        "layout": {name: args[dest] for dest, name in _LAYOUT.items() if args.get(dest)},
+        "layout": {name: args[dest] for dest, name in _LAYOUT if args.get(dest)},
         "precision": next((p for p in ("bf16", "fp16") if args.get(p)), "fp32"),
         "optimizer": form,
         "tensors": len(checkpoint.tensors),
