@@ -567,6 +567,14 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "with --keep-last: keep checkpoints of steps that are a multiple of N, too",
         "N",
     ),
+    OwnFlag(
+        "--verify-checkpoint",
+        (),
+        "verify_checkpoint",
+        "flag",
+        _RUN,
+        "before a start from a checkpoint: compare every byte of it with its checksum",
+    ),
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
     OwnFlag("--json", (), "json", "flag", _TOOL, "machine-readable output of check and dry run"),
@@ -627,6 +635,7 @@ class OwnFlags:
     fused_kernels: str | None = None
     keep_last: int | None = None
     keep_every: int | None = None
+    verify_checkpoint: bool = False
     cpu_offloading: bool = False
     cpu_offloading_optimizer: bool = False
     per_device_train_batch_size: int | None = None

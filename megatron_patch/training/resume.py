@@ -132,13 +132,44 @@ def read(directory: str, step: int | None = None) -> Start | None:
     except FileNotFoundError:
         raise UserError(f"--ckpt-step {step}: {folder} is not there") from None
     except UserError as problem:
-        others = [other for other in steps(directory) if other != name]
-        back = ""
-        if others:
-            tracker = Path(directory) / TRACKER
-            back = f" Or go on from another step: echo {int(others[-1][5:])} > {tracker} takes "
-            back += f"{others[-1]}."
-        raise UserError(f"{problem}{back}") from None
+        raise UserError(f"{problem}{_way_back(folder)}") from None
+
+
+def _way_back(folder: Path) -> str:
+    """How to go on from another whole step than the one in ``folder``; empty without one."""
+    others = [other for other in steps(folder.parent) if other != folder.name]
+    if not others:
+        return ""
+    tracker = folder.parent / TRACKER
+    return (
+        f" Or go on from another step: echo {int(others[-1][5:])} > {tracker} takes {others[-1]}."
+    )
+
+
+def compare_checksums(folder: Path) -> tuple[int, int]:
+    """Read a whole checkpoint and compare it with the checksums in it.
+
+    Args:
+        folder: Directory of the step.
+
+    Returns:
+        Bytes that were compared, and bytes that carry no checksum.
+
+    Raises:
+        UserError: Something has changed since it was written: which file and tensor.
+    """
+    from megatron_patch.convert import dist_io, inspect
+
+    read = (0, 0)
+    found = dist_io.read_checkpoint(dist_io.find_checkpoint(folder))
+    for compared, bare, damage in inspect.verify(found, min(4, os.cpu_count() or 1)):
+        if damage is not None:
+            raise UserError(
+                f"{damage}; `megatron-patch ckpt verify {folder}` lists all damage. Copy the "
+                f"checkpoint again.{_way_back(folder)}"
+            )
+        read = (compared, bare)
+    return read
 
 
 @lru_cache(maxsize=4)

@@ -164,12 +164,36 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
         plan.notes.extend(f"warning: {text}" for text in end_warnings(plan))
     if finished(plan) is not None:
         return plan  # nothing will be trained, so nothing needs to be imported
+    if plan.own.verify_checkpoint and rank_and_world()[0] == 0:
+        plan.notes.append(_verified(plan))
     if device == "cpu":
         cpu.enable()
     if device == "cpu" or not plan.environment.te:
         torch_backend.enable()
     registry.apply()
     return plan
+
+
+def _verified(plan: Plan) -> str:
+    """What ``--verify-checkpoint`` has found in order; one rank reads, the others wait for it.
+
+    Raises:
+        UserError: A byte of the checkpoint has changed since it was written.
+    """
+    from megatron_patch.training import resume
+    from megatron_patch.util import human_bytes
+
+    start, weights = plan.start, plan.values["pretrained_checkpoint"]
+    if start is None and weights:
+        start = resume.read(weights)
+    if start is None:
+        return "--verify-checkpoint: there is no checkpoint yet"
+    begun = time.monotonic()
+    compared, bare = resume.compare_checksums(start.folder)
+    words = f"{start.folder}: {human_bytes(compared)} equal their checksums"
+    if bare:
+        words += f", {human_bytes(bare)} carry none"
+    return f"{words} ({time.monotonic() - begun:.1f} s)"
 
 
 def _multicast() -> bool:

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ def train(
     weights: bool = False,
     resave: bool = False,
     die_in_step: int | None = None,
+    die_after: float | None = None,
     without: list[str] | None = None,
     entry: str = "pretrain",
 ) -> dict[str, Any]:
@@ -104,9 +106,12 @@ def train(
         weights: whether to keep the weights after the last step.
         resave: whether to save a checkpoint of what was loaded before the first step.
         die_in_step: step of this process in which rank 0 kills itself, gradients done.
+        die_after: seconds until all ranks are killed, wherever they are then.
         without: patches to leave out.
         entry: `pretrain` or `sft`.
     """
+    if die_after is not None:
+        _kill_me_in(die_after)
     import torch
     from megatron.training import training as upstream
 
@@ -142,6 +147,16 @@ def train(
     if status == 0 and weights:
         _save(_canonical(held["model"], lambda p: p.data.float()), directory / "weights")
     return {"status": status}
+
+
+def _kill_me_in(seconds: float) -> None:
+    """SIGKILL from another process, so that no lock of this one delays it."""
+    me = os.getpid()
+    if os.fork() == 0:
+        time.sleep(seconds)
+        if os.getppid() == me:
+            os.kill(me, signal.SIGKILL)
+        os._exit(0)
 
 
 def _resave(model: list[Any], optimizer: Any, scheduler: Any, directory: Path) -> None:

@@ -87,6 +87,34 @@ def test_every_flipped_bit_is_found(
     assert f"{record.path} has" in capsys.readouterr().err
 
 
+def test_a_start_that_verifies_refuses_a_flipped_bit(
+    ranks: RankServer, run: Path, tmp_path: Path
+) -> None:
+    from megatron_patch.convert import dist_io
+
+    output = tmp_path / "run"
+    shutil.copytree(run, output)
+    more = ("--train-iters", "10", "--keep-last", "4", "--verify-checkpoint")
+    argv = _argv(run.parent, output, *more)
+    record = dist_io.read_checkpoint(output / "checkpoints" / "iter_0000009").tensors[
+        "output_layer.weight"
+    ]
+    shard = record.chunks[0].record
+    content = bytearray(shard.path.read_bytes())
+    content[shard.offset + shard.length // 2] ^= 1
+    shard.path.write_bytes(content)
+    refused = ranks.run("tests.dist.jobs:train", 1, tmp_path / "a", argv=argv)
+    log = refused.logs[0].read_text()
+    assert refused.values == [{"status": 2}] and "Traceback" not in log
+    assert f"error: {shard.path}: output_layer.weight: bytes of" in log, log
+    assert "takes iter_0000008" in log
+    content[shard.offset + shard.length // 2] ^= 1
+    shard.path.write_bytes(content)
+    result = ranks.run("tests.dist.jobs:train", 1, tmp_path / "b", argv=argv)
+    assert result.values == [{"status": 0}]
+    assert "equal their checksums" in result.logs[0].read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["TERM", "USR1"])
 def test_a_notice_saves_and_ends_and_the_command_goes_on(
     run: Path, tmp_path: Path, number: signal.Signals
