@@ -292,3 +292,28 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def import_model_code(model_type: str) -> None:
+    """Import transformers' code of a model such that it runs where there is no GPU.
+
+    With flash-linear-attention installed, transformers 5 takes its kernels whatever the device,
+    and decides so while the code is imported.
+    """
+    import importlib
+    import sys
+
+    import torch
+
+    name = f"transformers.models.{model_type}.modeling_{model_type}"
+    if torch.cuda.is_available() or name in sys.modules:
+        return
+    held = {key: module for key, module in sys.modules.items() if key == "fla"}
+    sys.modules["fla"] = None  # type: ignore[assignment]  # Python's way to say: absent
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        pass  # transformers says itself what it does not know
+    finally:
+        del sys.modules["fla"]
+        sys.modules.update(held)

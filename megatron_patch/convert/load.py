@@ -187,20 +187,26 @@ def _one(entry: Any, by_name: dict[str, Rule]) -> _Held:
     else:
         shards = [dataclasses.replace(entry, data=work)]
     parts = []
-    name = ""
+    # Under several keys, one after another in the tensor's rows (Gated DeltaNet).
+    sections = {s.key: s.global_shape[-s.data.ndim] if s.data.ndim else 1 for s in shards}
+    keys, rows = list(sections), list(sections.values())
     for shard in shards:
-        name = _name(shard.key, shard.global_offset)
+        name = _name(shard.key if len(keys) == 1 else entry.key, shard.global_offset)
         rule = by_name.get(name)
         if rule is None:
             raise UserError(
                 f"the model has {name}, but no weight of {len(by_name)} that config.json stands for"
             )
         axes = shard.data.ndim
+        shape, start = list(shard.global_shape[-axes:]), list(shard.global_offset[-axes:])
+        if len(keys) > 1:
+            shape[0] = sum(rows)
+            start[0] += sum(rows[: keys.index(shard.key)])
         parts.append(
             _Part(
                 rule,
-                tuple(shard.global_shape[-axes:]),
-                tuple(shard.global_offset[-axes:]),
+                tuple(shape),
+                tuple(start),
                 tuple(shard.data.shape),
                 shard.data,
             )

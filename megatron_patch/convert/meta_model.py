@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,8 @@ class Place:
         offset: Where this tensor starts in it, one number a dimension.
         shape: The tensor's own shape; its axes are the last ones of ``global_shape``.
         cuts: Row numbers at which Megatron-Core starts a new chunk (gate and up are two).
+        pieces: Where a tensor stands under several keys, one after another in its rows (the input
+            projection of Gated DeltaNet); ``key`` is then none of the checkpoint's.
     """
 
     key: str
@@ -51,6 +55,12 @@ class Place:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     cuts: tuple[int, ...] = (0,)
+    pieces: tuple[Place, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Place, ...]:
+        """The pieces, or the place itself where there is one key."""
+        return self.pieces or (self,)
 
 
 @dataclass(frozen=True)
@@ -82,10 +92,7 @@ def checkpoint_layout(hf_dir: str | os.PathLike[str]) -> CheckpointLayout:
         answer = _ask(hf_dir)
         _keep(path, answer)
     return CheckpointLayout(
-        {
-            name: Place(key, *(tuple(numbers) for numbers in rest))
-            for name, (key, *rest) in answer["tensors"].items()
-        },
+        {name: _place(*fields) for name, fields in answer["tensors"].items()},
         tuple(answer["objects"]),
     )
 
@@ -100,7 +107,6 @@ def _kept(hf_dir: str | os.PathLike[str]) -> Path:
     The name stands for everything that a layout follows from: the resolved model, the sources of
     this package, and the versions of what they build on.
     """
-    import dataclasses
     import hashlib
     import platform
 
@@ -178,6 +184,12 @@ def _ask(hf_dir: str | os.PathLike[str]) -> Any:
     return json.loads(output.splitlines()[-1])
 
 
+def _place(key: str, *numbers: Any) -> Place:
+    *sizes, pieces = numbers
+    shape, offset, own, cuts = map(tuple, sizes)
+    return Place(key, shape, offset, own, cuts, tuple(_place(*fields) for fields in pieces))
+
+
 def parse_model(spec: ModelSpec, **more: Any) -> argparse.Namespace:
     """Megatron's own parser and validation on a model's arguments, for one CPU rank.
 
@@ -222,8 +234,6 @@ class _Alone:
 
 def _state_dict(spec: ModelSpec) -> dict[str, Any]:
     """`sharded_state_dict` of the model on the meta device."""
-    import dataclasses
-
     import torch
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -258,26 +268,37 @@ def _places(state: dict[str, Any]) -> CheckpointLayout:
             objects.append(entry.unique_key)
             continue
         shards = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
-        first = shards[0]
-        axis = len(first.global_shape) - len(first.local_shape)
-        cuts, rows = [], 0
-        for shard in shards:
-            expected = list(first.global_offset)
-            if len(shard.local_shape):
-                expected[axis] += rows
-            if shard.key != first.key or list(shard.global_offset) != expected:
-                raise UserError(f"{name}: its shards do not follow one another: {shards}")
-            cuts.append(rows)
-            rows += shard.local_shape[0] if len(shard.local_shape) else 1
-        shape = (rows, *first.local_shape[1:]) if len(first.local_shape) else ()
-        tensors[name] = Place(
-            first.key,
-            tuple(first.global_shape),
-            tuple(first.global_offset),
-            tuple(shape),
-            tuple(cuts),
-        )
+        keys = [list(group) for _, group in groupby(shards, key=lambda shard: shard.key)]
+        pieces = tuple(_one_key(name, group) for group in keys)
+        tensors[name] = pieces[0]
+        if len(pieces) > 1:
+            rows = sum(piece.shape[0] for piece in pieces)
+            shape = (rows, *pieces[0].shape[1:])
+            tensors[name] = Place(entry.key, shape, (0,) * len(shape), shape, (0,), pieces)
     return CheckpointLayout(tensors, tuple(objects))
+
+
+def _one_key(name: str, shards: list[Any]) -> Place:
+    """The place of chunks under one key, which follow one another in the rows."""
+    first = shards[0]
+    axis = len(first.global_shape) - len(first.local_shape)
+    cuts, rows = [], 0
+    for shard in shards:
+        expected = list(first.global_offset)
+        if len(shard.local_shape):
+            expected[axis] += rows
+        if list(shard.global_offset) != expected:
+            raise UserError(f"{name}: its shards do not follow one another: {shards}")
+        cuts.append(rows)
+        rows += shard.local_shape[0] if len(shard.local_shape) else 1
+    shape = (rows, *first.local_shape[1:]) if len(first.local_shape) else ()
+    return Place(
+        first.key,
+        tuple(first.global_shape),
+        tuple(first.global_offset),
+        tuple(shape),
+        tuple(cuts),
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -295,10 +316,7 @@ def main(argv: list[str]) -> int:
     cpu.enable()
     torch_backend.enable()
     layout = _places(_state_dict(spec))
-    tensors = {
-        name: [p.key, p.global_shape, p.offset, p.shape, p.cuts]
-        for name, p in layout.tensors.items()
-    }
+    tensors = {name: dataclasses.astuple(place) for name, place in layout.tensors.items()}
     print()
     print(json.dumps({"tensors": tensors, "objects": layout.objects}))
     return 0

@@ -25,7 +25,9 @@ from megatron_patch.convert.rows import (
     NO_RUNS,
     Copy,
     Files,
+    JoinedRows,
     Quantised,
+    Rows,
     RunTable,
     forward_copy,
     forward_runs,
@@ -53,15 +55,19 @@ class Step:
 
     Attributes:
         rule: How they belong together.
-        place: Where the Megatron tensor stands in the checkpoint.
+        place: Where the Megatron tensor, or a piece of it, stands in the checkpoint.
         given: dtype in the source.
         dtype: dtype in the result.
+        first: The piece's first row in the tensor.
+        whole: The tensor's shape, where the place is a piece of it.
     """
 
     rule: Rule
     place: Place
     given: str
     dtype: str
+    first: int = 0
+    whole: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +123,9 @@ class ImportPlan:
         """The Megatron tensor of a step."""
         sources = tuple(self.stored[name].rows(files) for name in step.rule.hf)
         operation = step.rule.operation
-        return forward_copy(operation, sources, step.place.shape, step.dtype, self.runs)
+        whole = step.place.shape if step.whole is None else step.whole
+        copy = forward_copy(operation, sources, whole, step.dtype, self.runs)
+        return copy.part(step.first, step.place.shape)
 
     def fingerprint(self) -> str:
         """Changes with everything that decides what is written where."""
@@ -185,7 +193,7 @@ class ExportPlan:
     def copy(self, export: Export, files: Files) -> Copy | Quantised:
         """An HF tensor."""
         place = export.step.place
-        region = RegionRows(files, self.checkpoint.tensors[place.key], place.offset, place.shape)
+        region = region_rows(files, self.checkpoint, place)
         operation = export.step.rule.operation
         target, part = export.target, export.part
         if not export.scales and target.dtype != hf_io.FP8:
@@ -249,7 +257,7 @@ def read_source(folder: Path, spec: ModelSpec) -> Source:
     given -= off
     if off:
         size = sum(stored[name].nbytes for name in off)
-        why = "num_nextn_predict_layers is 0 in config.json"
+        why = "not part of the model that config.json says, or left out by transformers too"
         skipped.append(
             Skipped(f"layers for multi-token prediction ({len(off)} tensors)", size, why)
         )
@@ -304,7 +312,11 @@ def plan_import(
     steps = []
     for rule, place in _joined(source.rules, places):
         check_dtypes(rule, stored, dtype)
-        steps.append(_step(rule, place, stored[rule.hf[0]].dtype, dtype))
+        first = 0
+        for piece in place.parts:
+            step = _step(rule, piece, stored[rule.hf[0]].dtype, dtype)
+            steps.append(replace(step, first=first, whole=place.shape))
+            first += rows_of(piece.shape)
     _one_dtype_a_key(steps)
     steps.sort(key=lambda step: (stored[step.rule.hf[0]].path, stored[step.rule.hf[0]].offset))
     return ImportPlan(
@@ -350,17 +362,19 @@ def plan_export(
     for rule, place in _joined(all_rules, lay_out(source)):
         found = locate(place, checkpoint)
         if found is None:
-            missing.append(place.key)
+            missing += [part.key for part in place.parts if locate(part, checkpoint) is None]
             continue
-        entry = checkpoint.tensors[found.key]
-        used.add(found.key)
+        entry = checkpoint.tensors[found.parts[0].key]
+        used |= {part.key for part in found.parts}
         pad = rule.operation
         if isinstance(pad, PadVocab) and pad.rows <= entry.shape[0] != pad.padded:
             # Padded by another rule, for example Megatron's own, which depends on TP.
             rule = replace(rule, operation=PadVocab(spec.true_vocab_size, entry.shape[0]))
             found = replace(found, global_shape=entry.shape, shape=entry.shape)
             notes.append(f"{found.key}: padded to {entry.shape[0]} rows by another tool")
-        _same_shape(f"{folder}: {found.key}", entry.shape, found.global_shape)
+        for part in found.parts:
+            shape = checkpoint.tensors[part.key].shape
+            _same_shape(f"{folder}: {part.key}", shape, part.global_shape)
         steps.append(_step(rule, found, entry.dtype, None if dtype == FP8_BLOCKS else dtype))
     skipped, extra = others(checkpoint, used)
     if missing or extra:
@@ -373,8 +387,7 @@ def plan_export(
     )
     with Files() as files:
         for step in steps:
-            place = step.place
-            RegionRows(files, checkpoint.tensors[place.key], place.offset, place.shape)
+            region_rows(files, checkpoint, step.place)
     return ExportPlan(
         checkpoint,
         source,
@@ -466,6 +479,19 @@ def _same_shape(what: str, found: Sequence[int], expected: Sequence[int]) -> Non
         )
 
 
+def region_rows(files: Files, checkpoint: Checkpoint, place: Place) -> Rows:
+    """A tensor of a checkpoint, whatever its keys and chunks.
+
+    Raises:
+        UserError: The chunks do not cover it exactly once.
+    """
+    parts = tuple(
+        RegionRows(files, checkpoint.tensors[part.key], part.offset, part.shape)
+        for part in place.parts
+    )
+    return parts[0] if len(parts) == 1 else JoinedRows(parts)
+
+
 def _step(rule: Rule, place: Place, given: str, dtype: str | None) -> Step:
     changes = dtype is not None and given in _FLOAT and not rule.keeps_dtype
     return Step(rule, place, given, dtype if changes and dtype is not None else given)
@@ -485,6 +511,10 @@ def _one_dtype_a_key(steps: Sequence[Step]) -> None:
 
 def locate(place: Place, checkpoint: Checkpoint) -> Place | None:
     """A tensor's place, also where layers are stacked that Megatron-Core would not stack now."""
+    if place.pieces:
+        found = [locate(piece, checkpoint) for piece in place.pieces]
+        here = tuple(piece for piece in found if piece is not None)
+        return replace(place, pieces=here) if len(here) == len(found) else None
     if place.key in checkpoint.tensors:
         return place
     pieces = place.key.split(".layers.", 1)

@@ -249,6 +249,37 @@ def _numbers(data: bytearray) -> Tensor:
     return torch.from_numpy(np.take(_fp8_table(), np.frombuffer(data, np.uint8)))
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedRows:
+    """Tensors of one row shape and dtype, one after another.
+
+    Attributes:
+        parts: The tensors.
+    """
+
+    parts: tuple[Rows, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Rows`."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> str:
+        """See `Rows`."""
+        return self.parts[0].dtype
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """See `Rows`."""
+        size, at = row_bytes(self.shape, self.dtype), 0
+        for part in self.parts:
+            low, high = max(start, at), min(stop, at + part.shape[0])
+            if low < high:
+                block = into[(low - start) * size : (high - start) * size]
+                part.read(low - at, high - at, block)
+            at += part.shape[0]
+
+
 def rows_of(shape: Sequence[int]) -> int:
     """Number of rows."""
     return shape[0] if shape else 1
@@ -427,6 +458,16 @@ class Copy:
     make: Callable[[tuple[Tensor, ...]], Tensor] | None
     shape: tuple[int, ...]
     dtype: str
+
+    def part(self, first: int, shape: tuple[int, ...]) -> Copy:
+        """The result's rows from ``first`` on, as many as ``shape`` has."""
+        if shape == self.shape:
+            return self
+        stop, make = first + rows_of(shape), self.make
+        if make is None:
+            runs = tuple(part_of(self.runs, first, stop))
+            return Copy(self.sources, runs, None, shape, self.dtype)
+        return Copy(self.sources, (), lambda parts: make(parts)[first:stop], shape, self.dtype)
 
     def blocks(self, start: int, stop: int, buffer: bytearray) -> Iterator[memoryview]:
         """Bytes of rows ``start`` to ``stop`` of the result, see `blocks`."""

@@ -103,6 +103,88 @@ class GroupedQKV:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedQKV:
+    """`GroupedQKV` with a gate for every query: ``[q * Q, gate * Q, k, v]`` for each of G groups.
+
+    HF keeps the gate of a head behind its query, in one projection of ``2 * G * Q * D`` rows.
+    Source of the layout: ``megatron/core/transformer/attention.py: get_query_key_value_tensors``
+    with ``output_gate``.
+
+    Attributes:
+        groups: G.
+        queries: Q, query heads per group.
+        head_dim: D.
+    """
+
+    rowwise: ClassVar[bool] = True
+    groups: int
+    queries: int
+    head_dim: int
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """``[G*Q*2*D, ...], [G*D, ...], [G*D, ...]`` to ``[G*(2*Q+2)*D, ...]``."""
+        both, key, value = parts
+        tail = both.shape[1:]
+        pairs = both.reshape(self.groups, self.queries, 2, self.head_dim, *tail)
+        apart = pairs.transpose(1, 2).reshape(-1, *tail)
+        return GroupedQKV(self.groups, 2 * self.queries, self.head_dim).forward((apart, key, value))
+
+    def inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """``[G*(2*Q+2)*D, ...]`` to queries with gates, keys and values."""
+        grouped = GroupedQKV(self.groups, 2 * self.queries, self.head_dim)
+        apart, key, value = grouped.inverse(whole)
+        tail = apart.shape[1:]
+        pairs = apart.reshape(self.groups, 2, self.queries, self.head_dim, *tail)
+        return pairs.transpose(1, 2).reshape(-1, *tail), key, value
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """The input projection of Gated DeltaNet, by key head in HF files, by kind in Megatron's.
+
+    HF: for each of K key heads ``[query, key, values, gates]``, and in a second tensor
+    ``[betas, alphas]``; Megatron: all queries, then all keys, values, gates, betas, alphas.
+    Sources: ``fix_query_key_value_ordering`` of transformers' Qwen3-Next and
+    ``megatron/core/ssm/gated_delta_net``.
+
+    Attributes:
+        heads: K, the number of key heads.
+        key: Size of a key head.
+        value: Size of the value heads that belong to one key head, together.
+        ratio: Their number.
+    """
+
+    rowwise: ClassVar[bool] = True
+    heads: int
+    key: int
+    value: int
+    ratio: int
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """``[K*(2*key + 2*value), ...], [K*2*ratio, ...]`` to one tensor of all rows."""
+        import torch
+
+        wide, narrow = (part.reshape(self.heads, -1, *part.shape[1:]) for part in parts)
+        sizes = [self.key, self.key, self.value, self.value]
+        pieces = (*torch.split(wide, sizes, dim=1), *torch.split(narrow, self.ratio, dim=1))
+        return torch.cat([piece.flatten(0, 1) for piece in pieces])
+
+    def inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """One tensor to the two of HF."""
+        import torch
+
+        sizes = (self.key, self.key, self.value, self.value, self.ratio, self.ratio)
+        pieces = [
+            piece.reshape(self.heads, size, *whole.shape[1:])
+            for piece, size in zip(
+                torch.split(whole, [self.heads * size for size in sizes]), sizes, strict=True
+            )
+        ]
+        wide, narrow = torch.cat(pieces[:4], dim=1), torch.cat(pieces[4:], dim=1)
+        return wide.flatten(0, 1), narrow.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class GatedUp:
     """Gate rows above up rows: ``[F, ...], [F, ...]`` and ``[2F, ...]``."""
 
@@ -293,11 +375,16 @@ def turned_off(spec: ModelSpec, names: Iterable[str]) -> set[str]:
     """Names of layers for multi-token prediction in files of a model that is to have none.
 
     That is a choice (``num_nextn_predict_layers`` 0), not a mistake; such a layer is known by its
-    projection of two inputs.
+    projection of two inputs. Some families cannot have any (`ModelFamily.left_out`).
     """
+    from megatron_patch.models.registry import get_family
+
     if spec.mtp:
         return set()
     names = set(names)
+    pattern = get_family(spec.family).left_out
+    if pattern:
+        return {name for name in names if re.match(pattern, name)}
     marks = (re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names)
     layers = tuple(m[1] for m in marks if m and int(m[2]) >= len(spec.layers))
     return {name for name in names if name.startswith(layers)} if layers else set()

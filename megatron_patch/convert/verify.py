@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.convert import dist_io, hf_io, layout, meta_model, plan, rules
-from megatron_patch.convert.dist_io import Checkpoint, RegionRows
+from megatron_patch.convert.dist_io import Checkpoint
 from megatron_patch.convert.meta_model import Place
 from megatron_patch.convert.rows import (
     BUFFER,
@@ -167,7 +167,7 @@ def _compare_names(
             where = f"{place.key} is missing from the Megatron checkpoint"
             outcome.findings.append(Finding(" + ".join(rule.hf), where))
         else:
-            used.add(found.key)
+            used |= {part.key for part in found.parts}
     for key in plan.others(checkpoint, used)[1]:
         outcome.findings.append(Finding(key, "in the Megatron checkpoint, not part of the model"))
 
@@ -186,7 +186,8 @@ class _Pair:
         outcome: Outcome,
     ) -> None:
         self.rule, self.place, self.outcome = rule, place, outcome
-        self.entry = checkpoint.tensors[place.key]
+        self.checkpoint = checkpoint
+        self.entry = checkpoint.tensors[place.parts[0].key]
         self.hf = tuple(stored[name] for name in rule.hf)
         self.files = files
         self.strict_padding = strict_padding
@@ -202,7 +203,7 @@ class _Pair:
             if note not in self.outcome.notes:
                 self.outcome.notes.append(note)
         place = self.place
-        region = RegionRows(self.files, self.entry, place.offset, place.shape)
+        region = plan.region_rows(self.files, self.checkpoint, place)
         operation = self.rule.operation
         for part, tensor in enumerate(self.hf):
             back = inverse_copy(operation, region, part, tensor.shape, dtype)
@@ -240,16 +241,19 @@ class _Pair:
             operation = PadVocab(pad.rows, shape[0])
             self.rule = Rule(self.rule.name, self.rule.hf, self.rule.shapes, operation)
             self.place = Place(self.place.key, shape, self.place.offset, shape)
-        elif self.entry.shape != self.place.global_shape:
-            what = (
-                f"{self.place.key} is {list(self.entry.shape)} in the checkpoint, config says "
-                f"{list(self.place.global_shape)}"
-            )
-            self.outcome.findings.append(Finding(" + ".join(self.rule.hf), what))
+        else:
+            for part in self.place.parts:
+                shape = self.checkpoint.tensors[part.key].shape
+                if shape != part.global_shape:
+                    what = (
+                        f"{part.key} is {list(shape)} in the checkpoint, config says "
+                        f"{list(part.global_shape)}"
+                    )
+                    self.outcome.findings.append(Finding(" + ".join(self.rule.hf), what))
         if len(self.outcome.findings) > before:
             return True
         try:
-            RegionRows(self.files, self.entry, self.place.offset, self.place.shape)
+            plan.region_rows(self.files, self.checkpoint, self.place)
         except UserError as error:
             self.outcome.findings.append(Finding(" + ".join(self.rule.hf), str(error)))
             return True
@@ -411,8 +415,11 @@ def _transformers_logits(hf_dir: Path, family: str, tokens: Tensor) -> Tensor:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from megatron_patch._compat import import_model_code
+
     content = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
     given = {k: v for k, v in content.items() if k not in ("model_type", "auto_map")}
+    import_model_code(family)
     model: Any = AutoModelForCausalLM.from_pretrained(
         hf_dir,
         config=AutoConfig.for_model(family, **given),
@@ -439,10 +446,9 @@ def fill(model: Any, exported: plan.ExportPlan) -> None:
     with Files() as files, torch.no_grad():
         for step in exported.steps:
             place = step.place
-            entry = exported.checkpoint.tensors[place.key]
-            region = RegionRows(files, entry, place.offset, place.shape)
-            data = bytearray(tensor_bytes(place.shape, entry.dtype))
+            region = plan.region_rows(files, exported.checkpoint, place)
+            data = bytearray(tensor_bytes(place.shape, region.dtype))
             region.read(0, rows_of(place.shape), memoryview(data))
-            tensor = torch.frombuffer(data, dtype=getattr(torch, entry.dtype)).view(place.shape)
+            tensor = torch.frombuffer(data, dtype=getattr(torch, region.dtype)).view(place.shape)
             target = state[layout.checkpoint_key(step.rule.name)]
             target[: place.shape[0]] = tensor[: target.shape[0]]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_patch.convert.rules import (
     EMBEDDING,
     HEAD,
+    DeltaHeads,
+    GatedQKV,
     GatedUp,
     GroupedQKV,
     PadVocab,
@@ -360,6 +362,8 @@ def _layer_rules(
 ) -> list[Rule]:
     if layer.attention == "mla":
         rules = _latent_rules(args, ours + "latent.", theirs)
+    elif layer.attention == "delta":
+        rules = _delta_rules(args, ours + "delta.", theirs)
     else:
         rules = _attention_rules(args, ours + "attention.", theirs)
     if layer.mlp == "moe":
@@ -406,8 +410,9 @@ def _latent_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
 def _attention_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
     heads, groups = args["num_attention_heads"], args["num_query_groups"]
     head_dim, hidden = args["kv_channels"], args["hidden_size"]
-    interleave = GroupedQKV(groups, heads // groups, head_dim)
-    rows = (heads * head_dim, groups * head_dim, groups * head_dim)
+    gated = args.get("attention_output_gate", False)
+    interleave = (GatedQKV if gated else GroupedQKV)(groups, heads // groups, head_dim)
+    rows = (heads * head_dim * (2 if gated else 1), groups * head_dim, groups * head_dim)
     projections = tuple(f"{theirs}self_attn.{part}_proj" for part in "qkv")
     rules = [
         _rename(f"{ours}norm.weight", f"{theirs}input_layernorm.weight", hidden),
@@ -417,7 +422,7 @@ def _attention_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]
             tuple((count, hidden) for count in rows),
             interleave,
         ),
-        _rename(f"{ours}out.weight", f"{theirs}self_attn.o_proj.weight", hidden, rows[0]),
+        _rename(f"{ours}out.weight", f"{theirs}self_attn.o_proj.weight", hidden, heads * head_dim),
     ]
     if args["add_qkv_bias"] or args["add_bias_linear"]:
         names = tuple(f"{name}.bias" for name in projections)
@@ -429,6 +434,34 @@ def _attention_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]
             name = f"{theirs}self_attn.{part}_norm.weight"
             rules.append(_rename(f"{ours}{part}_norm.weight", name, head_dim))
     return rules
+
+
+def _delta_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
+    """Gated DeltaNet; two projections in HF files are one in Megatron's."""
+    hidden, inner = args["hidden_size"], f"{theirs}linear_attn."
+    heads, values = args["linear_num_key_heads"], args["linear_num_value_heads"]
+    width, size = args["linear_key_head_dim"], args["linear_value_head_dim"]
+    ratio = values // heads
+    rows = (2 * heads * width + 2 * values * size, 2 * values)
+    channels = 2 * heads * width + values * size
+    return [
+        _rename(f"{ours}norm.weight", f"{theirs}input_layernorm.weight", hidden),
+        Rule(
+            f"{ours}in.weight",
+            (f"{inner}in_proj_qkvz.weight", f"{inner}in_proj_ba.weight"),
+            tuple((count, hidden) for count in rows),
+            DeltaHeads(heads, width, ratio * size, ratio),
+        ),
+        _rename(
+            f"{ours}conv.weight",
+            f"{inner}conv1d.weight",
+            *(channels, 1, args["linear_conv_kernel_dim"]),
+        ),
+        _rename(f"{ours}step", f"{inner}dt_bias", values),
+        _rename(f"{ours}decay", f"{inner}A_log", values),
+        _rename(f"{ours}out_norm.weight", f"{inner}norm.weight", size),
+        _rename(f"{ours}out.weight", f"{inner}out_proj.weight", hidden, values * size),
+    ]
 
 
 def _mlp_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:

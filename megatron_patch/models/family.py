@@ -26,7 +26,7 @@ class LayerSpec:
 
     Attributes:
         attention: ``gqa``: softmax attention with grouped queries (any group count); ``mla``:
-            latent attention (low-rank keys and values, DeepSeek).
+            latent attention (low-rank keys and values, DeepSeek); ``delta``: Gated DeltaNet.
         mlp: ``dense`` (gated) or ``moe`` (routed gated experts).
     """
 
@@ -105,6 +105,7 @@ class ModelFamily:
         partial_rotary: Whether ``partial_rotary_factor`` may rotate a part of a head only.
         mtp: The plan of the layers that predict further tokens.
         details: Further attributes of the resolved model, by name (`ModelSpec`).
+        left_out: Pattern of names in files that transformers leaves out, and so do we.
         copies: Pairs (HF name under which files may repeat a tensor, that tensor's name).
     """
 
@@ -121,6 +122,7 @@ class ModelFamily:
     mtp: Callable[[HFConfig], tuple[LayerSpec, ...]] = lambda hf: ()
     details: Callable[[HFConfig], dict[str, Any]] = lambda hf: {}
     copies: Callable[[ModelSpec], tuple[tuple[str, str], ...]] = lambda spec: ()
+    left_out: str = ""
 
     def resolve(self, hf: HFConfig) -> ModelSpec:
         """Turn a config into a model.

@@ -98,6 +98,11 @@ def model_config(
         from megatron_patch.models.modules.latent import layer_spec
 
         config.transformer_layer_spec = layer_spec
+    delta = spec is not None and any(layer.attention == "delta" for layer in spec.layers)
+    if delta:
+        from megatron_patch.models.modules.gated_delta import layer_spec
+
+        config.transformer_layer_spec = layer_spec
 
     def before_wrapping(stages: list[Any]) -> list[Any]:
         from megatron_patch.models.rope import apply_rope
@@ -108,6 +113,10 @@ def model_config(
                 apply_rope(stage, spec.rope)
                 mask_padded_vocab(stage, spec.true_vocab_size)
                 _add_details(stage, spec)
+            if delta:
+                from megatron_patch.models.modules.gated_delta import compute_without_kernels
+
+                compute_without_kernels(stage)
             weigh_by_main_targets(stage)
             _split_sinks(stage)
             stage.fused_loss = None

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -291,6 +292,19 @@ def _device_refusals(plan: Plan) -> Iterator[str]:
         for dest in ("moe_grouped_gemm", "moe_permute_fusion", "apply_rope_fusion"):
             if plan.given(dest) and values[dest]:
                 yield f"{flag_name(dest)} needs Transformer Engine, which this run does without"
+    if values["linear_attention_freq"] and find_spec("fla") is None:
+        yield (
+            "Gated DeltaNet layers need flash-linear-attention: pip install 'megatron-patch[fla]' "
+            "(or flash-linear-attention)"
+        )
+    if values["linear_attention_freq"]:
+        ranks = values["tensor_model_parallel_size"] * values["context_parallel_size"]
+        for dest in ("linear_num_key_heads", "linear_num_value_heads"):
+            if values[dest] % ranks:
+                yield (
+                    f"{dest} {values[dest]} does not divide by --tp x --cp = {ranks}, over which "
+                    f"Gated DeltaNet's heads are spread; use a smaller --tp or --cp"
+                )
     if plan.environment.te and values["context_parallel_size"] > 1:
         how = values["cp_comm_type"]
         every = how if isinstance(how, list) else [how]

@@ -40,6 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": configs.MISTRAL,
     "mixtral": configs.MIXTRAL,
     "qwen2-moe": configs.QWEN2_MOE,
+    # Gated DeltaNet, whose projections have several keys in a checkpoint.
+    "qwen3-next": configs.QWEN3_NEXT,
 }
 
 #: The bias would move in the step that is trained.
@@ -79,6 +81,8 @@ CASES = [
     pytest.param("mixtral", "ep2", True, marks=pytest.mark.slow),
     pytest.param("qwen2-moe", "pp2", True, marks=pytest.mark.slow),
     ("qwen2-moe", "tp2-etp2", True),
+    ("qwen3-next", "pp2", False),
+    ("qwen3-next", "tp2-etp2", True),
 ]
 
 

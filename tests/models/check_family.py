@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from megatron_patch._compat import import_model_code
 from megatron_patch.convert import rules
 from megatron_patch.convert.layout import checkpoint_key
 from megatron_patch.models.family import ModelSpec
@@ -20,6 +21,10 @@ from megatron_patch.models.registry import get_family, load_config
 
 #: fp32 on both sides, the same formulas in another order of summation.
 TOLERANCE = 2e-5
+
+#: Gated DeltaNet norms sums that nearly cancel: transformers' own float32 logits of the tiny model
+#: are 3.5e-5 away from its float64 ones, ours 4.5e-5.
+DELTA_TOLERANCE = 3e-4
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -93,6 +98,7 @@ def random_hf_model(directory: Path, more_layers: int = 0) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
+    import_model_code(config.model_type)
     config.num_hidden_layers += more_layers
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
@@ -215,7 +221,9 @@ def check_logits(
     spread = float(reference.std())
     assert spread > 0.3  # the comparison says nothing about a model that says nothing
     worst = float((found[..., :true] - reference).abs().max()) / spread
-    assert worst < TOLERANCE, f"logits differ by {worst:.1e} of their spread"
+    delta = any(layer.attention == "delta" for layer in spec.layers)
+    tolerance = DELTA_TOLERANCE if delta else TOLERANCE
+    assert worst < tolerance, f"logits differ by {worst:.1e} of their spread"
 
 
 def check_mtp(
