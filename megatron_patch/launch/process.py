@@ -126,16 +126,23 @@ class _Console:
     def __init__(self, interrupted: Callable[[], bool]) -> None:
         self._interrupted = interrupted
         self._rest = b""
+        #: Whether the beginning of the present line has been shown.
+        self._begun = False
         #: Status of the rank that ended the others, as torchrun gives it.
         self.rank_status: int | None = None
 
     def feed(self, chunk: bytes) -> bytes:
         """The part of ``chunk``, and of lines begun before it, that is to be shown."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        shown = b"".join(line + b"\n" for line in lines if self._show(line))
+        shown = b""
+        for line in lines:
+            # What follows a beginning that is on the screen already goes there too.
+            shown += line + b"\n" if self._begun or self._show(line) else b""
+            self._begun = False
         # A progress bar is a line without an end: it is shown at once, unless it may be torchrun's.
-        if self._rest and not self._rest.startswith((b"W", b"E")) and self._show(self._rest):
-            shown, self._rest = shown + self._rest, b""
+        rest = self._rest
+        if rest and (self._begun or (rest[:1] not in (b"W", b"E") and self._show(rest))):
+            shown, self._rest, self._begun = shown + rest, b"", True
         return shown
 
     def end(self) -> bytes:

@@ -173,6 +173,9 @@ def test_lines_are_told_apart_wherever_the_pipe_cuts_them() -> None:
         shown = b"".join([*map(console.feed, pieces), console.end()])
         assert shown == b"error: no such data\nlate words of a rank\n", size
         assert console.rank_status == 2
+    for interrupted in (False, True):
+        console = _Console(lambda interrupted=interrupted: interrupted)
+        assert [console.feed(p) for p in (b"> sa", b"ved", b"\n")] == [b"> sa", b"ved", b"\n"]
     assert _Console(lambda: False).feed(b"10%\r20%") == b"10%\r20%", "a bar is shown at once"
 
 
