@@ -752,6 +752,15 @@ def _state_bytes(values: Mapping[str, Any], mixed: bool) -> int:
     return master + size[values["exp_avg_dtype"]] + size[values["exp_avg_sq_dtype"]]
 
 
+def checkpoint_bytes(values: Mapping[str, Any]) -> int:
+    """Bytes of a checkpoint of all weights and, where it is saved, of the optimizer's states."""
+    mixed = bool(values["bf16"] or values["fp16"])
+    states = 0 if values["no_save_optim"] else _state_bytes(values, mixed)
+    if states and not mixed and values["use_distributed_optimizer"]:
+        states += 4  # it saves a master of its own where the weights are fp32, too
+    return parameters(values).total * ((2 if mixed else 4) + states)
+
+
 def _overhead(sizes: Sizes, kept: float, device: str) -> float:
     if device == "cpu":
         return 0.7 * 2**30

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -589,6 +590,10 @@ def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Repo
         )
     (refusals if start else warnings).extend(data_problems(plan))
     refusals += _index_refusals(plan) if start else ()
+    if start:
+        full, scarce = _room(plan)
+        refusals += full
+        warnings += scarce
     warnings += _tokenizer_warnings(plan)
     try:
         stages = _memory(plan, values, plan.world_size)
@@ -671,6 +676,34 @@ def _index_refusals(plan: Plan) -> Iterator[str]:
                 f"the order of {human_count(samples)} samples takes {human_bytes(index)}, and this "
                 f"machine has {human_bytes(total)}; {remedy} is needed, or longer sequences"
             )
+
+
+def _room(plan: Plan) -> tuple[list[str], list[str]]:
+    """Refusal and warning about the space for checkpoints where the run saves them.
+
+    Each node may have a disk of its own, so this one needs room for its share only.
+    """
+    values = plan.values
+    if not plan.own.output_dir or plan.own.lora_rank is not None or not values["num_layers"]:
+        return [], []  # adapters are small
+    if plan.run and plan.start and plan.start.iteration >= plan.run.iters:
+        return [], []  # finished: nothing will be saved
+    place = next(p for p in (Path(values["save"]), *Path(values["save"]).parents) if p.exists())
+    nodes = max(1, plan.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size)))
+    try:
+        size, free = memory.checkpoint_bytes(values) // nodes, shutil.disk_usage(place).free
+    except (OSError, UserError):
+        return [], []  # said elsewhere
+    words = f"a checkpoint takes {human_bytes(size)}" + (" of each node" if nodes > 1 else "")
+    words += f", {place} has {human_bytes(free)} left"
+    if free < size:
+        return [f"{words}; make room, or give another --output-dir"], []
+    iters = plan.run.iters if plan.run else 1
+    count = math.ceil(iters / (values["save_interval"] or iters or 1))
+    count = min(count, (plan.own.keep_last or count) + 1)
+    if plan.own.keep_every is None and free < count * size:
+        return [], [f"{words}, and the run holds up to {count} at a time; --keep-last N keeps N"]
+    return [], []
 
 
 def end_warnings(plan: Plan) -> list[str]:

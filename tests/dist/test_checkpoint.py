@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patch import cli
-from megatron_patch.training import metrics
+from megatron_patch.training import memory, metrics
 from tests.dist.harness import RankServer
 from tests.dist.tiny import MODELS, write_corpus, write_model
 
@@ -54,6 +54,10 @@ def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["layout"]["ranks"], found["layout"]["TP"], found["layout"]["PP"]) == (2, 2, 1)
     # fp32: a master and two moments a weight, where they are kept apart.
     assert found["optimizer_bytes"] > found["weights_bytes"] > 0
+    written = found["optimizer_bytes"] + found["weights_bytes"]
+    values = json.loads((run / "resolved_args.json").read_text())["values"]
+    # The tiny tensors' archives have kilobytes of their own.
+    assert 0.85 * written < memory.checkpoint_bytes(values) <= written
     assert cli.call("ckpt", ["show", str(run)]) == 0
     assert "iter_0000008" in capsys.readouterr().out
 

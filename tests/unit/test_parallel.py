@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -632,3 +633,29 @@ def test_a_layer_for_mtp_keeps_more_than_a_layer(tmp_path: Path) -> None:
 def test_what_would_end_in_a_traceback(tmp_path: Path, flags: str, words: str) -> None:
     report = parallel.check(plan(hf(tmp_path), flags, device="cpu", world_size=1))
     assert any(words in refusal for refusal in report.refusals)
+
+
+def test_checkpoints_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of a run that starts; adapters and a share of several nodes are small."""
+    flags = f"--output-dir {tmp_path}/run --data-path nowhere --save-interval 10"
+    result = plan(hf(tmp_path), flags)
+    size = memory.checkpoint_bytes(result.values)
+    assert size == memory.parameters(result.values).total * 14, "bf16, a master and two moments"
+
+    def said(free: int, nodes: int = 1, report: args.Plan = result) -> tuple[int, int]:
+        monkeypatch.setattr(parallel.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(8 // nodes))
+        found = parallel.check(report, start=True)
+        return (
+            sum("a checkpoint takes" in text for text in found.refusals),
+            sum("a checkpoint takes" in text for text in found.warnings),
+        )
+
+    assert said(size - 1) == (1, 0)
+    assert said(size) == (0, 1) == said(10 * size - 1)
+    assert said(10 * size) == (0, 0), "100 steps, one every 10"
+    assert said(size // 2 - 1, nodes=2) == (1, 0) and said(size // 2, nodes=2) == (0, 1)
+    keeps = plan(hf(tmp_path), f"{flags} --keep-last 2")
+    assert said(3 * size, report=keeps) == (0, 0), "a new one is written before an old one goes"
+    adapters = plan(hf(tmp_path), f"{flags} --sft --lora-rank 8")
+    assert said(size - 1, report=adapters) == (0, 0)
