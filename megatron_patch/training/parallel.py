@@ -684,7 +684,9 @@ def _room(plan: Plan) -> tuple[list[str], list[str]]:
     Each node may have a disk of its own, so this one needs room for its share only.
     """
     values = plan.values
-    if not plan.own.output_dir or plan.own.lora_rank is not None or not values["num_layers"]:
+    if not (plan.own.output_dir and values["save"] and values["num_layers"]):
+        return [], []
+    if plan.own.lora_rank is not None:
         return [], []  # adapters are small
     if plan.run and plan.start and plan.start.iteration >= plan.run.iters:
         return [], []  # finished: nothing will be saved
