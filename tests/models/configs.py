@@ -323,3 +323,14 @@ QWEN3_NEXT: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 1000,
 }
+
+SEED_OSS: dict[str, Any] = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+SEED_OSS |= {
+    "architectures": ["SeedOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.1,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+    "model_type": "seed_oss",
+    "residual_dropout": 0,
+}

@@ -34,6 +34,7 @@ TINY = {
     "deepseek_v3": configs.DEEPSEEK_V3,
     "glm4_moe": configs.GLM4_MOE,
     "qwen3_next": configs.QWEN3_NEXT,
+    "seed_oss": configs.SEED_OSS,
     "qwen2_moe": configs.QWEN2_MOE,
     "mixtral": configs.MIXTRAL,
     "mistral": configs.MISTRAL,
