@@ -22,12 +22,12 @@ def main(argv: list[str]) -> int:
 
         print(help_text("python -m megatron_patch.pretrain", "--help-all" in argv))
         return 0
-    from megatron_patch.training import run
+    from megatron_patch.training import run, sft
 
     if "--sft" in argv:
         print("error: --sft is fine-tuning: python -m megatron_patch.sft", file=sys.stderr)
         return 2
-    return run.train(run.Recipe("pretrain", _datasets, _forward_step), argv)
+    return run.train(run.Recipe("pretrain", _datasets, _forward_step, finish=sft.export), argv)
 
 
 def _datasets(samples: list[int], vp_stage: int | None = None) -> object:

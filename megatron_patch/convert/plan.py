@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from megatron_patch.convert.rows import (
     tensor_bytes,
 )
 from megatron_patch.convert.rules import PadVocab, Rule
-from megatron_patch.util import UserError, human_bytes
+from megatron_patch.util import UserError, atomic_write, human_bytes
 
 if TYPE_CHECKING:
     from megatron_patch.models.family import ModelSpec
@@ -638,6 +639,22 @@ def had_copies(source: Path, spec: ModelSpec) -> set[str]:
     if (source / hf_io.INDEX).exists() or any(source.glob("*.safetensors")):
         return set(rules.copies(spec)) & set(hf_io.read_model(source))
     return set()
+
+
+def write_record(source: Path, target: Path, spec: ModelSpec) -> None:
+    """Remember what the files of a model repeat and quantise, for the way back."""
+    if (source / RECORD).exists():
+        shutil.copyfile(source / RECORD, target / RECORD)
+        return
+    if not (source / hf_io.INDEX).exists() and not any(source.glob("*.safetensors")):
+        return
+    stored = hf_io.read_model(source)
+    record = {
+        "copies": sorted(set(rules.copies(spec)) & set(stored)),
+        "dtype": hf_io.dtype_of(hf_io.with_scales(stored)),
+        "fp8": [name for name in stored if name + hf_io.SCALE in stored],
+    }
+    atomic_write(target / RECORD, json.dumps(record) + "\n")
 
 
 def _digest(value: Any) -> str:

@@ -353,6 +353,12 @@ def spec_rules(spec: ModelSpec) -> tuple[Rule, ...]:
 
 def megatron_shape(rule: Rule) -> tuple[int, ...]:
     """Shape of the rule's result, found without data."""
+    from megatron_patch.convert.rows import forward_runs, moves_rows, rows_of
+
+    if moves_rows(rule.operation):
+        # Not by meta tensors, whose first use loads torch's compiler: seconds.
+        runs = forward_runs(rule.operation, tuple(rows_of(shape) for shape in rule.shapes))
+        return (sum(run.count for run in runs), *rule.shapes[0][1:]) if rule.shapes[0] else ()
     import torch
 
     parts = tuple(torch.empty(shape, device="meta") for shape in rule.shapes)

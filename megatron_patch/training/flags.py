@@ -195,6 +195,18 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "DIR",
     ),
     OwnFlag(
+        "--save-hf",
+        (),
+        "save_hf",
+        "str",
+        _MODEL,
+        "Hugging Face directories at the end: hf/ of the last checkpoint; best: also hf-best/ of "
+        "the one with the lowest validation loss; every: also hf-iter_N/ of each that is kept",
+        "WHICH",
+        choices=("best", "last", "every", "none"),
+        default="none; fine-tuning: best",
+    ),
+    OwnFlag(
         "--data-path",
         ("--data", "--dataset", "--dataset-path"),
         "data_path",
@@ -476,18 +488,6 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "with --no-packing: every sequence is --seq-length long (it always is in a pipeline)",
     ),
     OwnFlag(
-        "--save-hf",
-        (),
-        "save_hf",
-        "str",
-        FINE_TUNING,
-        "Hugging Face directories at the end: hf/ of the last checkpoint, and hf-best/ of the one "
-        "with the lowest validation loss",
-        "WHICH",
-        choices=("best", "last", "none"),
-        default="best: both",
-    ),
-    OwnFlag(
         "--freeze",
         (),
         "freeze",
@@ -644,7 +644,7 @@ class OwnFlags:
     sft_loss_unit: str = "token"
     no_packing: bool = False
     pad_to_max_length: bool = False
-    save_hf: str = "best"
+    save_hf: str | None = None
     freeze: list[str] | None = None
     lora_rank: int | None = None
     lora_alpha: float | None = None

@@ -308,6 +308,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             print(f"> {note}", flush=True)
         if output is not None:
             _prepare(output)
+            _keep_model(plan, output)
         for line in changes:
             print(f"> {line}", flush=True)
     with _in_words(output):
@@ -444,6 +445,25 @@ def _prepare(output: Path) -> None:
         name="env.json",
         daemon=True,
     ).start()
+
+
+def _keep_model(plan: Plan, output: Path) -> None:
+    """Configuration and tokenizer beside the checkpoints, so that these can be exported alone."""
+    import shutil
+
+    from megatron_patch.convert import hf_io
+    from megatron_patch.convert import plan as conversion
+
+    kept = output / "checkpoints" / "hf"
+    if plan.own.hf_model is None or plan.model is None or kept.exists():
+        return
+    source = Path(plan.own.hf_model)
+    new = kept.with_name(".hf.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    hf_io.copy_companions(source, new, leave=(conversion.RECORD,))
+    conversion.write_record(source, new, plan.model)
+    os.replace(new, kept)
 
 
 def _write_plan(output: Path, plan: Plan) -> None:

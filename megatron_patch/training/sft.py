@@ -101,22 +101,29 @@ def with_weights(plan: Plan, argv: Sequence[str]) -> list[str]:
 
 
 def export(plan: Plan) -> None:
-    """Hugging Face directories of a run: `hf/`, its last checkpoint, and `hf-best/`.
+    """Hugging Face directories of a run: `hf/`, its last checkpoint, and what `--save-hf` adds.
 
-    The best is that of the checkpoint after which the validation loss was the lowest; it is left
-    out where that is the last one. `--save-hf` asks for less.
+    The best is that of the checkpoint after which the validation loss was the lowest, in
+    `hf-best/`; it is left out where that is the last one.
 
     Raises:
         UserError: one cannot be written.
     """
     run = Path(plan.own.output_dir or "")
     checkpoints = run / "checkpoints"
-    if plan.own.save_hf == "none" or not has_checkpoint(checkpoints):
+    which = plan.own.save_hf or ("best" if plan.own.sft else "none")
+    if which == "none" or not has_checkpoint(checkpoints):
         return
+    if not plan.own.hf_model:
+        raise UserError("--save-hf needs --hf-model: configuration and tokenizer come from there")
     last = dist_io.find_checkpoint(checkpoints)
     _export_step(plan, last, "")
     shutil.rmtree(run / "hf-best", ignore_errors=True)
-    if plan.own.save_hf == "last":
+    if which == "every":
+        for step in sorted(checkpoints.glob("iter_*")):
+            if not (run / f"hf-{step.name}").exists():
+                _export_step(plan, step, f"-{step.name}")
+    if which != "best":
         return
     losses = {
         checkpoints / f"iter_{step:07d}": loss for step, loss in metrics.evaluations(run).items()
@@ -130,14 +137,21 @@ def export(plan: Plan) -> None:
 
 
 def _export_step(plan: Plan, step: Path, suffix: str) -> None:
-    """One checkpoint; `suffix` tells its directories from another one's."""
+    """One checkpoint; `suffix` tells its directories from another one's.
+
+    An earlier export stands until the new one is whole.
+    """
     output = Path(plan.own.output_dir or "", f"hf{suffix}")
-    shutil.rmtree(output, ignore_errors=True)
-    where = ["--input-dir", str(step), "--output-dir", str(output)]
+    new = output.with_name(f".{output.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    where = ["--input-dir", str(step), "--output-dir", str(new)]
     if commands.mcore2hf([*where, "--hf-dir", plan.own.hf_model or ""]):
         raise UserError(f"{step} was not exported; see above")
     if plan.own.lora_rank is not None:
-        _export_adapters(plan, step, output, suffix)
+        _export_adapters(plan, step, new, suffix)
+    shutil.rmtree(output, ignore_errors=True)
+    os.replace(new, output)
+    print(f"> {output}: {step.name} for transformers", flush=True)
 
 
 def _export_adapters(plan: Plan, checkpoints: Path, merged: Path, suffix: str) -> None:
@@ -151,7 +165,7 @@ def _export_adapters(plan: Plan, checkpoints: Path, merged: Path, suffix: str) -
         folder, found, rank=size, alpha=alpha, dropout=own.lora_dropout, base=own.hf_model
     )
     count = adapter.merge(merged, found, rank=size, alpha=alpha)
-    print(f"> {folder}: {count} adapters in PEFT's format; {merged} holds the merged weights")
+    print(f"> {folder}: {count} adapters in PEFT's format; hf{suffix} holds the merged weights")
 
 
 def _check_vocabulary(plan: Plan, name: str, samples: sft_store.Samples) -> None:
