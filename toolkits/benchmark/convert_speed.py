@@ -165,6 +165,9 @@ def main() -> None:
     parser.add_argument("--kind", choices=("dense", "moe"), default="dense")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument(
+        "--scale", type=int, metavar="N", help="only HF -> Megatron, with 1 and with N workers"
+    )
     parser.add_argument("--cold", action="store_true")
     parser.add_argument(
         "--dir", type=Path, required=True, help="scratch folder on the disk to test"
@@ -173,9 +176,31 @@ def main() -> None:
     scratch = args.dir / "convert_speed"
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        run(args, scratch)
+        (scale if args.scale else run)(args, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def scale(args: argparse.Namespace, scratch: Path) -> None:
+    """One worker against many, and `cp` with both numbers of processes: what the disk allows."""
+    hf, out = scratch / "hf", scratch / "out"
+    size = make(hf, args.kind, hf_io.parse_size(args.size, "--size"))
+    print(f"{args.kind}, {human_bytes(size)}, {os.cpu_count()} cores")
+    convert = [sys.executable, "-m", "megatron_patch", "convert", "hf2mcore"]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    found: dict[str, list[float]] = {"convert": [], "copy": []}
+    for workers in (1, args.scale):
+        plain = f"mkdir {out} && find {hf} -type f -print0 | xargs -0 -n1 -P{workers} cp -t {out}"
+        where = ["--input-dir", str(hf), "--output-dir", str(out), "--workers", str(workers)]
+        for side, command in (("copy", ["sh", "-c", plain]), ("convert", [*convert, *where])):
+            times = []
+            for _ in range(args.repeat):
+                shutil.rmtree(out, ignore_errors=True)
+                times.append(timed(command, args.cold).moving)
+            found[side].append(statistics.median(times))
+            print(f"{side:8} {workers} workers: {found[side][-1]:.2f} s", flush=True)
+    for side, (one, many) in found.items():
+        print(f"{side:8} x{one / many:.2f} with {args.scale} workers")
 
 
 def run(args: argparse.Namespace, scratch: Path) -> None:
