@@ -56,7 +56,7 @@ def config(kind: str, size: int) -> dict[str, object]:
     return base
 
 
-def make(folder: Path, kind: str, size: int) -> int:
+def make(folder: Path, kind: str, size: int, shard: int = 5 * 10**9) -> int:
     """Write the checkpoint; returns its bytes."""
     from megatron_patch.convert import plan, rules
 
@@ -67,7 +67,7 @@ def make(folder: Path, kind: str, size: int) -> int:
         for rule in rules.spec_rules(plan.resolve(folder))
         for name, shape in zip(rule.hf, rule.shapes, strict=True)
     ]
-    shards, targets = hf_io.plan_shards(tensors, 5 * 10**9)
+    shards, targets = hf_io.plan_shards(tensors, shard)
     hf_io.create_shards(folder, shards)
     noise = os.urandom(64 << 20)
     for shard in shards:
@@ -184,7 +184,7 @@ def main() -> None:
 def scale(args: argparse.Namespace, scratch: Path) -> None:
     """One worker against many, and `cp` with both numbers of processes: what the disk allows."""
     hf, out = scratch / "hf", scratch / "out"
-    size = make(hf, args.kind, hf_io.parse_size(args.size, "--size"))
+    size = make(hf, args.kind, hf_io.parse_size(args.size, "--size"), 256 << 20)
     print(f"{args.kind}, {human_bytes(size)}, {os.cpu_count()} cores")
     convert = [sys.executable, "-m", "megatron_patch", "convert", "hf2mcore"]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
