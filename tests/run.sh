@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Sets up what is missing and runs the tests: bash tests/run.sh [pytest arguments]
+# Long ones that others nearly cover are left out; all of them: bash tests/run.sh -m ''
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/examples/_setup.sh"
 mp_setup test
 cd "$root"
-exec "$MP_PYTHON" -m pytest "$@"
+exec "$MP_PYTHON" -m pytest -m 'not slow' "$@"

@@ -28,30 +28,39 @@ class Layout:
     flags: tuple[str, ...]
     moe: bool = True
     dense: bool = True
+    #: Kinds for which other layouts say nearly the same: run with `-m ""`.
+    slow: tuple[str, ...] = ()
 
 
 LAYOUTS = (
     Layout("tp2", 2, ("--tp", "2", "--no-sequence-parallel"), moe=False),
     Layout("tp2-sp", 2, ("--tp", "2")),
-    Layout("pp2", 2, ("--pp", "2")),
-    Layout("pp2-vpp2", 2, ("--pp", "2", "--vpp", "2")),
-    Layout("pp2-uneven", 2, ("--pp", "2", "--decoder-first-pipeline-num-layers", "1")),
-    Layout("cp2", 2, ("--cp", "2")),
+    Layout("pp2", 2, ("--pp", "2"), slow=("dense",)),
+    Layout("pp2-vpp2", 2, ("--pp", "2", "--vpp", "2"), slow=("moe",)),
+    Layout("pp2-uneven", 2, ("--pp", "2", "--decoder-first-pipeline-num-layers", "1"),
+           slow=("dense",)),
+    Layout("cp2", 2, ("--cp", "2"), slow=("dense",)),
     Layout("ep2", 2, ("--ep", "2"), dense=False),
     Layout("etp2", 2, ("--tp", "2", "--etp", "2"), dense=False),
-    Layout("dp2", 2, ()),
-    Layout("tp2-pp2", 4, ("--tp", "2", "--pp", "2")),
-    Layout("cp2-tp2", 4, ("--tp", "2", "--cp", "2")),
+    Layout("dp2", 2, (), slow=("moe",)),
+    Layout("tp2-pp2", 4, ("--tp", "2", "--pp", "2"), slow=("moe",)),
+    Layout("cp2-tp2", 4, ("--tp", "2", "--cp", "2"), slow=("dense",)),
     Layout("recompute", 1, ("--recompute-granularity", "full", "--recompute-method", "uniform",
-                            "--recompute-num-layers", "1")),
-    Layout("linear-ce", 1, ("--linear-cross-entropy", "on")),
+                            "--recompute-num-layers", "1"), slow=("dense",)),
+    Layout("linear-ce", 1, ("--linear-cross-entropy", "on"), slow=("dense", "moe")),
     Layout("linear-ce-tp2", 2, ("--linear-cross-entropy", "on", "--tp", "2",
                                 "--no-sequence-parallel"), moe=False),
-    Layout("linear-ce-tp2-pp2", 4, ("--linear-cross-entropy", "on", "--tp", "2", "--pp", "2")),
+    Layout("linear-ce-tp2-pp2", 4, ("--linear-cross-entropy", "on", "--tp", "2", "--pp", "2"),
+           slow=("dense",)),
 )  # fmt: skip
 
 CASES = [
-    pytest.param(kind, layout, id=f"{kind}-{layout.name}")
+    pytest.param(
+        kind,
+        layout,
+        id=f"{kind}-{layout.name}",
+        marks=[pytest.mark.slow] if kind in layout.slow else [],
+    )
     for kind in MODELS
     for layout in LAYOUTS
     if getattr(layout, kind)
