@@ -30,7 +30,9 @@ CASES = [
         world,
         tuple(layout.split()),
         id="-".join([model, precision, *layout.replace("--", "").split()]),
-        marks=[pytest.mark.slow] if world > 2 else [],
+        marks=[pytest.mark.slow]
+        if world > 2 or (precision == "bf16" and layout != "--cp 2")
+        else [],
     )
     for model, precision, world, layout in (
         ("dense", "fp32", 2, ""),

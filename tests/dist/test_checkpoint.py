@@ -119,7 +119,11 @@ def test_a_start_that_verifies_refuses_a_flipped_bit(
     assert "equal their checksums" in result.logs[0].read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["TERM", "USR1"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)],
+    ids=["TERM", "USR1"],
+)
 def test_a_notice_saves_and_ends_and_the_command_goes_on(
     run: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

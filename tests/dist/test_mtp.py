@@ -82,7 +82,13 @@ def test_further_tokens_take_part(one_rank: tuple[list[float], dict[str, np.ndar
 
 @pytest.mark.parametrize(
     "layout",
-    [("--tp", "2"), ("--pp", "2"), ("--cp", "2"), ("--ep", "2"), ("--micro-batch-size", "1")],
+    [
+        ("--tp", "2"),
+        pytest.param(("--pp", "2"), marks=pytest.mark.slow),
+        ("--cp", "2"),
+        pytest.param(("--ep", "2"), marks=pytest.mark.slow),
+        pytest.param(("--micro-batch-size", "1"), marks=pytest.mark.slow),
+    ],
     ids=lambda layout: layout[0].strip("-"),
 )
 def test_layout_changes_nothing(

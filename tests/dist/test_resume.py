@@ -69,7 +69,13 @@ def gap(a: list[float], b: list[float]) -> float:
 
 EXACT = [
     pytest.param("dense", 1, ("--precision", "fp32", *DROPOUT), id="dense-fp32-dropout"),
-    pytest.param("dense", 2, ("--precision", "bf16", "--tp", "2"), id="dense-bf16-tp2"),
+    pytest.param(
+        "dense",
+        2,
+        ("--precision", "bf16", "--tp", "2"),
+        id="dense-bf16-tp2",
+        marks=pytest.mark.slow,
+    ),
     pytest.param("moe", 1, ("--precision", "fp32"), id="moe-fp32"),
     pytest.param(
         "moe",

@@ -506,7 +506,9 @@ def test_model_type(tmp_path: Path, converted: tuple[Path, Path], capsys: Any) -
 # --- interruptions -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT, signal.SIGKILL]
+)
 def test_interrupted(how: signal.Signals, tmp_path: Path) -> None:
     """Nothing that looks complete remains, and the same command again starts clean."""
     hf = tmp_path / "hf"

@@ -253,7 +253,14 @@ def kimi_reference(folder: Path, text: str) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("kind", ["TikTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "TikTokenizer",
+        pytest.param("HuggingFaceTokenizer", marks=pytest.mark.slow),
+        pytest.param("SentencePieceTokenizer", marks=pytest.mark.slow),
+    ],
+)
 def test_kimi_without_remote_code(kind: str, made):
     folder = made("kimi")
     ours = load(TokenizerRequest(kind, str(folder)))
@@ -405,7 +412,15 @@ def test_adversarial_strings_are_the_same_everywhere_and_encodable():
 # -------------------------------------------------------------------------------- remembered pieces
 
 
-@pytest.mark.parametrize("name", ["qwen", "llama3", "configured", "kimi"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen",
+        pytest.param("llama3", marks=pytest.mark.slow),
+        pytest.param("configured", marks=pytest.mark.slow),
+        "kimi",
+    ],
+)
 def test_remembered_pieces_change_no_id(name: str, made):
     tokenizer = load(TokenizerRequest("HuggingFaceTokenizer", str(made(name))))
     fast = tokenizers.remember_pieces(tokenizer, [])
