@@ -23,8 +23,6 @@ from megatron_patch.training.flags import OWN_FLAGS
 from megatron_patch.util import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_patch.models.family import ModelSpec
 
 
@@ -188,24 +186,15 @@ def _pieces(tokenizer: Any, ids: Iterator[int]) -> Iterator[str]:
 
 
 def _fill(model: Any, spec: ModelSpec, load: str, folder: Path, is_hf: bool) -> None:
-    import torch
-
-    from megatron_patch.convert import plan, rules, verify
+    from megatron_patch.convert import load as direct
+    from megatron_patch.convert import plan, verify
 
     if not is_hf:
         exported = plan.plan_export(load, folder)
         verify.fill(model, exported)
         _add_adapters(model, spec, load)
         return
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    state = model.state_dict()
-    with torch.no_grad():
-        for name, tensor in rules.to_megatron(tensors, spec):
-            state[name].copy_(tensor)
+    direct.load([model], plan.read_source(folder, spec))
 
 
 def _add_adapters(model: Any, spec: ModelSpec, load: str) -> None:

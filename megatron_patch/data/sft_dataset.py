@@ -314,17 +314,8 @@ class Rows:
 
     def _pack(self, lengths: IntArray, number: int) -> Schedule:
         shape = self.shape
-        if shape.packed:
-            return packing.schedule(
-                lengths,
-                shape.length,
-                multiple=shape.alignment.sample,
-                seed=shape.seed,
-                epoch=number,
-                ranks=shape.ranks,
-                micro_batches=shape.micro_batches,
-            )
-        return packing.one_each(
+        deal = packing.schedule if shape.packed else packing.one_each
+        return deal(
             lengths,
             shape.length,
             multiple=shape.alignment.sample,

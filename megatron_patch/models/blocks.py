@@ -86,6 +86,10 @@ SLIDING_INERT: tuple[tuple[str, str], ...] = (
     ("sliding_window", "without use_sliding_window no layer has a window"),
     ("max_window_layers", "without use_sliding_window no layer has a window"),
 )
+#: Of every mixture of experts.
+MOE_INERT: tuple[tuple[str, str], ...] = (
+    ("output_router_logits", "what transformers returns; the balancing loss has its own key"),
+)
 SLIDING_ONLY = Only(
     "use_sliding_window",
     (False,),

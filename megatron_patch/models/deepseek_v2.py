@@ -47,7 +47,6 @@ FAMILY = ModelFamily(
     layers=experts.layers("mla"),
     rules=blocks.decoder_rules,
     only=(
-        *(only for only in blocks.ONLY if only.key != "auto_map"),
         *experts.ONLY,
         Only("mlp_bias", (False,), "Megatron has no bias on the MLP alone."),
         Only("scoring_func", ("softmax",), "sigmoid scores are DeepSeek V3's."),

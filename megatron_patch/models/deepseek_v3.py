@@ -46,7 +46,6 @@ FAMILY = ModelFamily(
     layers=experts.layers("mla"),
     rules=blocks.decoder_rules,
     only=(
-        *(o for o in blocks.ONLY if o.key != "auto_map"),
         *experts.ONLY,
         Only("scoring_func", ("sigmoid",), "softmax scores are DeepSeek V2's."),
         Only("topk_method", ("noaux_tc",), "the other methods are DeepSeek V2's."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.models import blocks
 from megatron_patch.models.blocks import positive
 from megatron_patch.models.family import LayerSpec, Only, Reader
 from megatron_patch.util import Range, UserError
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 #: Epsilon of transformers' norm class, which the norms on low-rank projections keep.
 LATENT_NORM_EPSILON = 1e-6
 
+#: `own_code` reads which code the model brings.
 ONLY: tuple[Only, ...] = (
+    *(only for only in blocks.ONLY if only.key != "auto_map"),
     Only("attention_bias", (False,), "Megatron's latent attention has no biases."),
     Only("pretraining_tp", (1,), "set it to 1; other values only change rounding."),
     Only(
@@ -32,7 +35,7 @@ INERT: tuple[tuple[str, str], ...] = (
     ("ep_size", "expert parallelism of the model's own code; here it is --ep"),
     ("head_dim", "transformers sets it to qk_rope_head_dim"),
     ("qk_head_dim", "transformers sets it to qk_nope_head_dim + qk_rope_head_dim"),
-    ("output_router_logits", "what transformers returns; the balancing loss has its own key"),
+    *blocks.MOE_INERT,
 )
 
 

@@ -53,7 +53,7 @@ FAMILY = ModelFamily(
     ),
     inert=(
         *blocks.INERT,
-        ("output_router_logits", "what transformers returns; the balancing loss has its own key"),
+        *blocks.MOE_INERT,
     ),
     aliases=(("num_local_experts", "num_experts"),),
 )

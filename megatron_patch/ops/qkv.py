@@ -224,33 +224,37 @@ def _angles(freqs: Tensor) -> tuple[Tensor, Tensor]:
     return made
 
 
-def why_not(attention: Any) -> str | None:
-    """What keeps an attention module of Megatron-Core from the fused path; None where nothing."""
-    from megatron.core.transformer.attention import SelfAttention
+def _norms(attention: Any) -> list[Any]:
+    """The norms on query and key heads, of those that do anything."""
     from megatron.core.transformer.identity_op import IdentityOp
 
-    if type(attention) is not SelfAttention:
-        return f"{type(attention).__name__} is not plain self attention"
-    config = attention.config
-    size = attention.hidden_size_per_attention_head
-    norms = [n for n in (attention.q_layernorm, attention.k_layernorm) if n is not None]
-    norms = [n for n in norms if not isinstance(n, IdentityOp)]
-    reasons = {
-        "Triton is not installed": triton is None,
-        f"{size} channels a head are not a power of two": size & (size - 1) or size > 256,
-        "a gated attention output": config.attention_output_gate,
-        "interleaved rotary channels": config.rotary_interleaved,
-        "rotary channels of a part of a head": getattr(config, "rotary_percent", 1.0) != 1.0,
-        "sections of rotary channels": config.mrope_section is not None,
-        "YaRN's factor": attention._yarn_concentration_factor != 1.0,
-        "fewer query groups than TP ranks": config.num_query_groups < attention.world_size,
-        "one of the two norms only": len(norms) == 1,
-        "a norm that is not RMSNorm": norms and config.normalization != "RMSNorm",
-        "norm weights around zero": config.layernorm_zero_centered_gamma,
-        "offloaded projections": attention.offload_qkv_linear,
-        "run-time tests": config.test_mode,
-    }
-    return next((words for words, true in reasons.items() if true), None)
+    both = (attention.q_layernorm, attention.k_layernorm)
+    return [norm for norm in both if norm is not None and not isinstance(norm, IdentityOp)]
+
+
+def covers(attention: Any) -> bool:
+    """Whether the kernel does all that an attention module of Megatron-Core does here."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    if triton is None or type(attention) is not SelfAttention:
+        return False
+    config, size = attention.config, attention.hidden_size_per_attention_head
+    norms = _norms(attention)
+    return not (
+        size & (size - 1)  # a power of two
+        or size > 256
+        or config.attention_output_gate
+        or config.rotary_interleaved
+        or getattr(config, "rotary_percent", 1.0) != 1.0
+        or config.mrope_section is not None
+        or attention._yarn_concentration_factor != 1.0
+        or config.num_query_groups < attention.world_size
+        or len(norms) == 1
+        or (norms and config.normalization != "RMSNorm")
+        or config.layernorm_zero_centered_gamma
+        or attention.offload_qkv_linear
+        or config.test_mode
+    )
 
 
 #: Asks a norm for its weight: by a call, so that hooks (waiting for gathered parameters) run.
@@ -264,24 +268,19 @@ def _weight_on_request(layer: Any, plain: Callable[[Any], Any]) -> Callable[[Any
     return forward
 
 
-def install(attention: Any) -> bool:
-    """Let a `SelfAttention` take queries, keys and values from `SplitNormRotate`.
+def install(stage: Any) -> None:
+    """Let the attention of a stage take queries, keys and values from `SplitNormRotate`.
 
     Packed rows, inference and whatever the kernel does not cover go upstream's way.
-
-    Args:
-        attention: the module of a layer.
-
-    Returns:
-        Whether it does from now on.
     """
-    if why_not(attention) is not None:
-        return False
-    from megatron.core.transformer.identity_op import IdentityOp
+    for module in stage.modules():
+        if covers(module):
+            _install(module)
 
+
+def _install(attention: Any) -> None:
     plain_forward, plain_qkv = attention.forward, attention.get_query_key_value_tensors
-    norm = attention.q_layernorm is not None and not isinstance(attention.q_layernorm, IdentityOp)
-    norms = (attention.q_layernorm, attention.k_layernorm) if norm else ()
+    norms = _norms(attention)
     for layer in norms:
         layer.forward = _weight_on_request(layer, layer.forward)
     groups = attention.num_query_groups_per_partition
@@ -322,21 +321,3 @@ def install(attention: Any) -> bool:
 
     attention.forward = forward
     attention.get_query_key_value_tensors = qkv
-    return True
-
-
-def install_everywhere(stage: Any) -> dict[str, int]:
-    """`install` on every attention of a stage.
-
-    Returns:
-        How many layers: under "fused", and under what keeps the others from it.
-    """
-    from collections import Counter
-
-    from megatron.core.transformer.attention import SelfAttention
-
-    found: Counter[str] = Counter()
-    for module in list(stage.modules()):
-        if isinstance(module, SelfAttention):
-            found["fused" if install(module) else why_not(module) or ""] += 1
-    return dict(found)

@@ -76,18 +76,14 @@ def swiglu(x_N2F: Tensor) -> Tensor:
     return y
 
 
-def install_everywhere(stage: Any) -> int:
+def install(stage: Any) -> None:
     """Let the dense MLPs of a stage use these kernels where they cover what upstream's would do.
 
     Upstream calls an activation that is a module's own where the configuration says so; each MLP
     gets a configuration of its own that does.
-
-    Returns:
-        The number of MLPs that do from now on.
     """
     from megatron.core.transformer.mlp import MLP
 
-    changed = 0
     for module in stage.modules():
         if triton is None or type(module) is not MLP:
             continue
@@ -105,5 +101,3 @@ def install_everywhere(stage: Any) -> int:
         module.config = copy.copy(config)
         module.config.use_te_activation_func = True
         module.activation_func = swiglu
-        changed += 1
-    return changed

@@ -129,8 +129,8 @@ def model_config(
             if fused_kernels:
                 from megatron_patch.ops import qkv, swiglu
 
-                qkv.install_everywhere(stage)
-                swiglu.install_everywhere(stage)
+                qkv.install(stage)
+                swiglu.install(stage)
         if weights is not None:
             from megatron_patch.convert.load import load
 

@@ -1,6 +1,6 @@
 """From a command line to a training run: platform, patches, arguments, run directory, training.
 
-The entry points (`pretrain.py`, later `sft.py`) differ in their data and loss only; everything
+The entry points (`pretrain.py`, `sft.py`) differ in their data and loss only; everything
 around those is here.
 """
 
@@ -145,7 +145,7 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
         raise UserError("; ".join(problems))
     asked = flags.parse(argv).get("device")
     device = detect.choose(asked.value if asked else None)
-    _, world_size = rank_and_world()
+    rank, world_size = rank_and_world()
     here = arguments.Environment.detect()
     plan = (resolve or arguments.resolve)(
         argv,
@@ -160,11 +160,11 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
     if not report.ok:
         raise UserError("\nerror: ".join(report.refusals))
     plan.notes.extend(f"warning: {text}" for text in report.warnings)
-    if rank_and_world()[0] == 0:
+    if rank == 0:
         plan.notes.extend(f"warning: {text}" for text in end_warnings(plan))
     if finished(plan) is not None:
         return plan  # nothing will be trained, so nothing needs to be imported
-    if plan.own.verify_checkpoint and rank_and_world()[0] == 0:
+    if plan.own.verify_checkpoint and rank == 0:
         plan.notes.append(_verified(plan))
     if device == "cpu":
         cpu.enable()

@@ -19,10 +19,7 @@ from megatron_patch.convert import adapter, commands, dist_io
 from megatron_patch.data import packing, sft_dataset, sft_store
 from megatron_patch.data.sft_dataset import Rows, Shape
 from megatron_patch.training import lora, metrics
-from megatron_patch.training.args import (
-    LAUNCH_DEFAULT,
-    has_checkpoint,
-)
+from megatron_patch.training.args import LAUNCH_DEFAULT, has_checkpoint
 from megatron_patch.util import UserError
 
 if TYPE_CHECKING:

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
+
+import start  # noqa: E402
 
 from megatron_patch.training import metrics  # noqa: E402
 from megatron_patch.util import UserError, human_bytes  # noqa: E402
@@ -51,21 +50,11 @@ def ranks_and_flags(layout: str) -> tuple[int, list[str]]:
 
 def train(world: int, flags: list[str], log: Path, entry: str = "pretrain") -> float:
     """Run the entry point under torchrun; returns the seconds it took."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-port", str(20000 + os.getpid() % 20000), "-m", f"megatron_patch.{entry}"]
-    environment = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
     started = time.perf_counter()
-    with log.open("wb") as sink:
-        status = subprocess.run(
-            [*command, *flags], stdout=sink, stderr=subprocess.STDOUT, env=environment, check=False
-        ).returncode
+    status = start.ranks(entry, world, flags, log)
     if status:
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise UserError(f"{' '.join(flags)} ended with status {status}; {log} ends:\n{end}")
+        words = f"{' '.join(flags)} ended with status {status}; {log} ends"
+        raise UserError(f"{words}:\n{start.end_of(log, 30)}")
     return time.perf_counter() - started
 
 
@@ -93,11 +82,7 @@ def main() -> int:
         length, packs = int(options.seq_length), int(options.global_batch_size)
         sft_speed.write_samples(Path(data), vocabulary, length, packs, 1, room=4)
     elif data is None:
-        from megatron_patch.data import demo
-
-        if demo.main(["prepare", str(out / "demo")]):
-            return 1
-        data = str(out / "demo" / "demo_text_document")
+        data = start.demo_text(out)
     common = [
         *("--hf-model", options.hf_model, "--data-path", data),
         *("--seq-length", options.seq_length, "--micro-batch-size"),

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
+
+import start  # noqa: E402
 
 from megatron_patch.data import idxmap, packing  # noqa: E402
 from megatron_patch.data.sft_store import FORMAT, VERSION  # noqa: E402
@@ -90,26 +89,15 @@ def write_samples(
 def train(options: argparse.Namespace, name: str, rows: int, more: list[str]) -> dict[str, Any]:
     """Run a case; returns its records' figures."""
     folder = options.output_dir / name
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(options.gpus), "-m", "megatron_patch.sft"]
-    command += ["--hf-model", options.hf_model, "--data-path", str(options.output_dir / "chats")]
-    command += ["--output-dir", str(folder), "--seq-length", str(options.seq_length)]
-    command += ["--global-batch-size", str(rows), "--epochs", "1", "--lr", "1e-5", "--seed", "1"]
-    command += ["--save-hf", "none", "--no-save-optim"]
-    environment = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
+    flags = ["--hf-model", options.hf_model, "--data-path", str(options.output_dir / "chats")]
+    flags += ["--output-dir", str(folder), "--seq-length", str(options.seq_length)]
+    flags += ["--global-batch-size", str(rows), "--epochs", "1", "--lr", "1e-5", "--seed", "1"]
+    flags += ["--save-hf", "none", "--no-save-optim", *CASES[name], *more]
     log = folder.with_suffix(".log")
-    with log.open("wb") as sink:
-        status = subprocess.run(
-            [*command, *CASES[name], *more],
-            stdout=sink, stderr=subprocess.STDOUT, env=environment, check=False,
-        ).returncode  # fmt: skip
+    status = start.ranks("sft", options.gpus, flags, log)
     if status:
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise UserError(f"{name} ended with status {status}; {log} ends:\n{end}")
+        words = f"{name} ended with status {status}; {log} ends"
+        raise UserError(f"{words}:\n{start.end_of(log, 15)}")
     records = metrics.read(folder)
     steady = records[options.warm_up :]
     return {

@@ -26,7 +26,6 @@ import datetime
 import gzip
 import importlib.metadata
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -35,8 +34,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
+
+import start  # noqa: E402
 
 from megatron_patch.training import metrics  # noqa: E402
 from megatron_patch.util import UserError, atomic_write, human_bytes  # noqa: E402
@@ -106,32 +106,18 @@ def parse_case(text: str) -> tuple[str, int, list[str]]:
 def run_ours(options: argparse.Namespace, case: str, data: str, folder: Path) -> dict[str, Any]:
     """Train by the ordinary entry point."""
     name, micro, flags = parse_case(case)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(options.gpus), "-m", "megatron_patch.pretrain"]
-    command += ["--hf-model", options.hf_model, "--data-path", data, "--output-dir", str(folder)]
-    command += ["--seq-length", str(options.seq_length), "--micro-batch-size", str(micro)]
-    command += ["--global-batch-size", str(options.global_batch_size)]
-    command += ["--train-iters", str(options.steps), "--lr", "1e-5", "--warmup-steps", "2"]
-    command += ["--seed", "1", "--save-interval", "100000", "--no-save-optim"]
+    given = ["--hf-model", options.hf_model, "--data-path", data, "--output-dir", str(folder)]
+    given += ["--seq-length", str(options.seq_length), "--micro-batch-size", str(micro)]
+    given += ["--global-batch-size", str(options.global_batch_size)]
+    given += ["--train-iters", str(options.steps), "--lr", "1e-5", "--warmup-steps", "2"]
+    given += ["--seed", "1", "--save-interval", "100000", "--no-save-optim"]
     if options.profile:
         last = options.steps - 1
-        command += ["--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
-        command += ["--profile-step-start", str(last - 1), "--profile-step-end", str(last)]
+        given += ["--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
+        given += ["--profile-step-start", str(last - 1), "--profile-step-end", str(last)]
     if name == "stock":
-        command += STOCK
-    command += flags
-    with (folder.with_suffix(".log")).open("wb") as sink:
-        status = subprocess.run(
-            command,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env={
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            },
-            check=False,
-        ).returncode
+        given += STOCK
+    status = start.ranks("pretrain", options.gpus, [*given, *flags], folder.with_suffix(".log"))
     if status:
         raise RuntimeError(f"status {status}")
     records = metrics.read(folder)
@@ -261,11 +247,7 @@ def main() -> int:
         parser.error(str(error))
     data = options.data_path
     if data is None:
-        from megatron_patch.data import demo
-
-        if demo.main(["prepare", str(out / "demo")]):
-            return 1
-        data = str(out / "demo" / "demo_text_document")
+        data = start.demo_text(out)
     config = json.loads((Path(options.hf_model) / "config.json").read_text())
     flops = flops_per_token(config, options.seq_length)
     import torch
