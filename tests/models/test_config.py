@@ -16,6 +16,7 @@ import configs
 import pytest
 from check_family import resolve
 
+from megatron_patch._compat import import_model_code
 from megatron_patch.models import registry
 from megatron_patch.models.family import ALIASES, ModelFamily, padded_vocab_size
 from megatron_patch.models.hf_config import HFConfig
@@ -204,6 +205,7 @@ def test_every_field_that_transformers_reads_is_accounted_for(name, tmp_path):
     """Mapped, inert or refused: a field that a new transformers reads fails here by name."""
     known = _accounted_for(name, tmp_path)
     for kind in ("modeling", "configuration"):
+        import_model_code(name)  # as what runs the model later in this process needs it
         module = importlib.import_module(f"transformers.models.{name}.{kind}_{name}")
         unknown = _config_reads(module) - known
         assert not unknown, f"{module.__name__} reads {sorted(unknown)}"
