@@ -10,13 +10,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_patch.training import metrics
-from tests.dist.test_sft import write_data, write_sft_model
+from tests.dist.tiny import MODELS, write_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "toolkits" / "benchmark"))
+import sft_speed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,35 +35,40 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 LENGTHS = (250, 3, 61, 130, 17, 200, 96, 5, 180, 33, 71, 128, 64, 12, 155, 240, 90, 44)
+PACKS = -(-sum(LENGTHS) // 256) + 1
+
+
+def steps(folder: Path, model: Path, name: str, *flags: str) -> list[dict[str, Any]]:
+    """Records of five epochs, an epoch a step; from the same random weights for one seed."""
+    argv = [
+        *("--hf-model", str(model), "--data-path", str(folder / "data")),
+        *("--output-dir", str(folder / name), "--seq-length", "256", "--epochs", "5"),
+        *("--lr", "1e-3", "--warmup-steps", "0", "--seed", "3"),
+        *("--save-hf", "none", "--no-save-optim", *flags),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_patch.sft", *argv],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    records = metrics.read(folder / name)
+    assert len(records) == 5, "an epoch is a step"
+    return records
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_packed_is_alone(kind: str, tmp_path: Path) -> None:
-    more = {"router_aux_loss_coef": 0.0} if kind == "moe" else {}
-    model = write_sft_model(tmp_path / "hf", kind, **SIZES, **more)
-    data = write_data(tmp_path / "data.jsonl", LENGTHS)
-
-    def run(name: str, *flags: str) -> list[dict[str, float]]:
-        argv = [
-            *("--hf-model", str(model), "--data-path", str(data)),
-            *("--output-dir", str(tmp_path / name), "--seq-length", "256", "--epochs", "5"),
-            *("--lr", "1e-3", "--warmup-steps", "0", "--seed", "3", "--save-hf", "none", *flags),
-        ]
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_patch.sft", *argv],
-            capture_output=True, text=True, check=False, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return metrics.read(tmp_path / name)
-
-    first = run("first", "--epochs", "1", "--global-batch-size", "8", "--no-save-optim")
-    start = ("--init-from", str(tmp_path / "first"))
-    packs = str(-(-sum(LENGTHS) // 256) + 1)
-    packed = run("packed", "--global-batch-size", packs, *start)
-    alone = run("alone", "--global-batch-size", str(len(LENGTHS)), "--no-packing", *start)
-    assert first and len(packed) == len(alone) == 5, "an epoch is a step"
+    config = MODELS[kind] | SIZES
+    if kind == "moe":
+        config["router_aux_loss_coef"] = 0.0
+    model = write_model(tmp_path / "hf", config)
+    sft_speed.write_set(tmp_path / "data", config["vocab_size"], list(LENGTHS))
+    packed = steps(tmp_path, model, "packed", "--global-batch-size", str(PACKS))
+    alone = steps(
+        tmp_path, model, "alone", "--global-batch-size", str(len(LENGTHS)), "--no-packing"
+    )
+    print(json.dumps([[r["lm loss"] for r in records] for records in (packed, alone)]))
     for one, two in zip(packed, alone, strict=True):
         assert one["lm loss"] == pytest.approx(two["lm loss"], rel=3e-3)
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=3e-2)
-    print(json.dumps([[r["lm loss"] for r in runs] for runs in (packed, alone)]))
     assert np.ptp([r["lm loss"] for r in packed]) > 0.05, "losses move"
