@@ -111,17 +111,17 @@ def converted(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> An
 
     def get(kind: str) -> Converted:
         if kind not in made:
-            made[kind] = _convert(ranks, kind, tmp_path_factory.mktemp(kind))
+            made[kind] = convert(ranks, MODELS[kind], tmp_path_factory.mktemp(kind))
         return made[kind]
 
     return get
 
 
-def _convert(ranks: RankServer, kind: str, folder: Path) -> Converted:
+def convert(ranks: RankServer, config: dict[str, Any], folder: Path) -> Converted:
+    """A random model of a config, converted; the first loss is transformers'."""
     import torch
     from check_family import add_around_mtp, random_hf_model, resolve
 
-    config = MODELS[kind]
     spec = resolve(config, folder / "config")
     model = random_hf_model(folder / "config", len(spec.mtp))
     model.save_pretrained(folder / "hf", max_shard_size="300KB")
@@ -152,7 +152,7 @@ def test_training_starts_from_it(
     start = converted(kind)
     world, more = LAYOUTS[layout]
     more += ("--save-hf", "last") if layout == "pp2" else ()
-    argv = _flags(start, tmp_path / "run", start.hf if directly else start.mcore, *more)
+    argv = flags(start, tmp_path / "run", start.hf if directly else start.mcore, *more)
     if directly:
         result = ranks.run("tests.dist.entry_jobs:reading", world, tmp_path / "job", argv=argv)
         read = sum(value.pop("bytes") for value in result.values)
@@ -181,7 +181,8 @@ def _headers(folder: Path) -> int:
     return sum(sizes)
 
 
-def _flags(start: Converted, output: Path, weights: Path, *more: str) -> list[str]:
+def flags(start: Converted, output: Path, weights: Path, *more: str) -> list[str]:
+    """One step that changes nothing, from converted weights or from the files themselves."""
     return [
         *("--hf-model", str(start.hf), "--data-path", str(start.corpus)),
         *("--output-dir", str(output), "--init-from", str(weights)),
@@ -197,7 +198,7 @@ def test_a_file_cut_off_while_it_is_read(ranks: RankServer, converted: Any, tmp_
     start = converted("qwen3")
     shutil.copytree(start.hf, tmp_path / "hf")
     victim = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
-    argv = _flags(start, tmp_path / "run", tmp_path / "hf", "--tp", "2")
+    argv = flags(start, tmp_path / "run", tmp_path / "hf", "--tp", "2")
     result = ranks.run(
         "tests.dist.entry_jobs:reading", 2, tmp_path / "job", argv=argv, cut=str(victim)
     )
@@ -207,7 +208,7 @@ def test_a_file_cut_off_while_it_is_read(ranks: RankServer, converted: Any, tmp_
         assert f"error: {victim} ends at byte" in words and "Traceback" not in words
 
 
-def _load(folder: Path) -> dict[str, Any]:
+def load_tensors(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     found: dict[str, Any] = {}
@@ -233,7 +234,7 @@ def _exports(start: Converted, folder: Path, layout: str) -> None:
         output = folder / "back"
         argv = ["--input-dir", str(folder / "run"), "--output-dir", str(output)]
         assert commands.mcore2hf([*argv, "--workers", "2"]) == 0
-    given, back = _load(start.hf), _load(output)
+    given, back = load_tensors(start.hf), load_tensors(output)
     assert (output / "config.json").exists()
     assert sorted(given) == sorted(back)
     for name, tensor in given.items():

@@ -62,6 +62,7 @@ PARAMETERS = {
     "llama-3.3-70b": 70_553_706_496,
     "mistral-7b-v0.3": 7_248_023_552,
     "mixtral-8x7b": 46_702_792_704,
+    # 15_960_111_936 in the files, with a tensor of rotary frequencies a layer.
     "moonlight-16b-a3b": 15_960_110_208,
     "qwen1.5-0.5b": 463_987_712,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
