@@ -2,8 +2,8 @@
 
 As a program (``python -m tests.gpu.test_cpu_checkpoints KIND FOLDER``) this is the CPU's side,
 which sees no GPU: a random transformers model, its conversion, and the first loss of training on
-the CPU. The test starts that for every kind of model at once, trains a step on the GPU from the same
-checkpoint, and converts what the GPU run saved back to Hugging Face files.
+the CPU. The test starts that for every kind of model at once, trains a step on the GPU from the
+same checkpoint, and converts what the GPU run saved back to Hugging Face files.
 """
 
 from __future__ import annotations
