@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_patch import __version__
 from megatron_patch.launch.flags import NEUTRAL, Flags, Options, split_flags
 from megatron_patch.launch.process import Command, build_command, supervise
+from megatron_patch.launch.reach import require_meeting_point
 from megatron_patch.launch.world import Machine, World, detect, probe
 from megatron_patch.training import args, resume
 from megatron_patch.training.flags import flag_name
@@ -209,6 +210,8 @@ def start(
         print("dry run: nothing was started or written")
         return 0
     resume.check_output(folder, start=True)
+    if not options.no_check:
+        require_meeting_point(world)
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     if world.leads and (problem := link_logs(folder)):

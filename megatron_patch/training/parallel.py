@@ -451,6 +451,28 @@ def _effect_refusals(plan: Plan) -> Iterator[str]:
         )
     if plan.given("min_lr") and values["lr"] is not None and values["min_lr"] > values["lr"]:
         yield f"--min-lr {values['min_lr']:g} is above --lr {values['lr']:g}; lower it"
+    yield from _between_checkpoints(values)
+
+
+def _between_checkpoints(values: Mapping[str, Any]) -> Iterator[str]:
+    """What upstream needs for checkpoints that the next one replaces."""
+    interval, kind = values["non_persistent_save_interval"], values["non_persistent_ckpt_type"]
+    if interval and kind is None:
+        yield (
+            f"--non-persistent-save-interval {interval} needs --non-persistent-ckpt-type global, "
+            "which keeps the newest of them in --non-persistent-global-ckpt-dir or beside the "
+            "checkpoints"
+        )
+    if kind not in (None, "global", "local"):
+        yield f"--non-persistent-ckpt-type {kind}: Megatron-Core writes global and local ones only"
+    if kind == "local":
+        if not values["non_persistent_local_ckpt_dir"]:
+            yield "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir DIR"
+        if find_spec("nvidia_resiliency_ext") is None:
+            yield (
+                "--non-persistent-ckpt-type local needs nvidia-resiliency-ext (pip install "
+                "nvidia-resiliency-ext); --non-persistent-ckpt-type global needs nothing"
+            )
 
 
 def _offload_refusals(plan: Plan) -> Iterator[str]:

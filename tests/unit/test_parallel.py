@@ -628,6 +628,9 @@ def test_a_layer_for_mtp_keeps_more_than_a_layer(tmp_path: Path) -> None:
         ("--kv-channels 7", "--kv-channels 7: rope turns pairs"),
         ("--test-mode", "--test-mode has no effect"),
         ("--phase-transition-iterations 1", "--phase-transition-iterations needs --train-samples"),
+        ("--non-persistent-save-interval 5", "5 needs --non-persistent-ckpt-type global"),
+        ("--non-persistent-ckpt-type in_memory", "in_memory: Megatron-Core writes global and"),
+        ("--non-persistent-ckpt-type local", "needs --non-persistent-local-ckpt-dir DIR"),
     ],
 )
 def test_what_would_end_in_a_traceback(tmp_path: Path, flags: str, words: str) -> None:
