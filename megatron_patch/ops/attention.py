@@ -12,6 +12,7 @@ g key/value groups on this rank, d key width, v value width, T packed tokens on 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+
+from megatron_patch.ops import attention_backend
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -85,6 +88,7 @@ def sdpa(
     mask: Tensor | None = None,
     window: int | None = None,
     sink: Tensor | None = None,
+    look: Callable[[dict[str, Any]], None] | None = None,
 ) -> Tensor:
     """Attention of one chunk of queries over a prefix of keys.
 
@@ -98,6 +102,7 @@ def sdpa(
         mask: optional boolean [.., s, t], True where a score counts; excludes `causal`.
         window: how many keys before its own a query sees; needs `causal`.
         sink: [h], a score that every softmax holds beside those of the keys; its value is zero.
+        look: gets the arguments of torch's function before it is called.
 
     Returns:
         [s, b, h, v], dtype of the queries.
@@ -137,16 +142,19 @@ def sdpa(
                 # The bias subclass does not take the grouped path.
                 k, val = (x.repeat_interleave(h // g, dim=1) for x in (k, val))
                 gqa = False
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        val,
-        attn_mask=bias,
-        dropout_p=dropout,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=gqa,
-    )
+    call = {
+        "query": q,
+        "key": k,
+        "value": val,
+        "attn_mask": bias,
+        "dropout_p": dropout,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": gqa,
+    }
+    if look is not None:
+        look(call)
+    out = F.scaled_dot_product_attention(**call)
     return out[..., :width].permute(2, 0, 1, 3)
 
 
@@ -216,6 +224,10 @@ class SDPACoreAttention(MegatronModule):
         ):
             left = config.window_size[0]
             self.window = None if left < 0 else left
+        #: What torch ran at the first call, and why it is unfused where it is.
+        self.kernel: str | None = None
+        self.reasons: list[str] = []
+        self.only = attention_backend.asked_of_torch(config)
         self.softmax_offset: Tensor | None = None
         if config.softmax_type != "vanilla":
             device = torch.cuda.current_device()
@@ -292,12 +304,26 @@ class SDPACoreAttention(MegatronModule):
             mask=mask,
             window=self.window if mask is None else None,
             sink=self.softmax_offset,
+            look=self._look if self.kernel is None else None,
         )
-        if rate and not self.config.sequence_parallel:
-            # Heads differ between TP ranks, so must the random numbers.
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                return attend(q, k, v)
-        return attend(q, k, v)
+        with attention_backend.only(self.only):
+            if rate and not self.config.sequence_parallel:
+                # Heads differ between TP ranks, so must the random numbers.
+                with tensor_parallel.get_cuda_rng_tracker().fork():
+                    return attend(q, k, v)
+            return attend(q, k, v)
+
+    def _look(self, call: dict[str, Any]) -> None:
+        """Note which kernel the first call gets.
+
+        Raises:
+            UserError: the one that was asked for cannot run.
+        """
+        self.kernel = attention_backend.torch_kernel(call)
+        if self.kernel is None or attention_backend.UNFUSED in self.kernel:
+            self.reasons = attention_backend.torch_reasons(call)
+        if self.kernel is None:
+            raise attention_backend.cannot(self.config.attention_backend.name, self.reasons)
 
     def _ring_free(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Context parallel by gathering keys and values: two causal blocks, no exchange of Q.

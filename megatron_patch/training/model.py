@@ -68,6 +68,20 @@ def _add_details(stage: Any, spec: ModelSpec) -> None:
         choose_groups_by_best(stage, spec.groups_by_best)
 
 
+def _say(text: str) -> None:
+    """Print on the first rank of a pipeline stage."""
+    from megatron.core import parallel_state
+
+    ranks = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    if ranks == (0, 0):
+        size = parallel_state.get_pipeline_model_parallel_world_size()
+        stage = f"stage {parallel_state.get_pipeline_model_parallel_rank()}, " if size > 1 else ""
+        print(f"> {stage}{text}", flush=True)
+
+
 def model_config(
     args: Namespace,
     spec: ModelSpec | None,
@@ -76,6 +90,7 @@ def model_config(
     fused_kernels: bool = False,
     weights: Source | None = None,
     adjust: Callable[[list[Any]], None] | None = None,
+    report: bool = False,
 ) -> Any:
     """The `GPTModelConfig` for `args`, with this library's hooks.
 
@@ -86,6 +101,7 @@ def model_config(
         fused_kernels: this library's kernels where they cover what a layer does.
         weights: Hugging Face files to fill the stages from.
         adjust: changes the stages as the entry point needs them, last.
+        report: print which kernel computes the attention of each kind of layer, once it is known.
 
     Returns:
         A `megatron.training.models.gpt.GPTModelConfig`. Hooks run on every stage before it is
@@ -131,6 +147,10 @@ def model_config(
 
                 qkv.install(stage)
                 swiglu.install(stage)
+        if report:
+            from megatron_patch.ops import attention_backend
+
+            attention_backend.watch(stages, _say)
         if weights is not None:
             from megatron_patch.convert.load import load
 

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch import _compat
 from megatron_patch.data import blend
 from megatron_patch.models.hf_config import largest_token
 from megatron_patch.models.rope import is_plain
@@ -497,6 +498,51 @@ def _offload_refusals(plan: Plan) -> Iterator[str]:
         )
 
 
+#: FlashAttention's generations: version -> distribution, as Transformer Engine looks for them.
+_FLASH = {2: "flash-attn", 3: "flash-attn-3", 4: "flash-attn-4"}
+#: Variables by which Transformer Engine is told what it may use -> the backends that leave it on.
+_TE_SWITCHES = {
+    "NVTE_FLASH_ATTN": ("auto", "flash"),
+    "NVTE_FUSED_ATTN": ("auto", "fused"),
+    "NVTE_UNFUSED_ATTN": ("auto", "unfused"),
+}
+
+
+def _attention_refusals(plan: Plan) -> Iterator[str]:
+    """An attention backend that cannot run here, as far as packages and settings tell."""
+    values, te = plan.values, plan.environment.te
+    asked, version = values["attention_backend"], values["flash_attention_version"]
+    flag = f"--attention-backend {asked}"
+    if asked == "local":
+        yield (
+            f"{flag} is for Megatron-Core's local layers, which are not used here; for the "
+            "attention of torch give --backend torch"
+        )
+    if asked == "fused" and plan.device == "cpu":
+        yield f"{flag} is cuDNN's, which needs a GPU; drop it"
+    if version and not (te and asked == "flash"):
+        yield (
+            f"--flash-attention-version {version} has no effect "
+            + ("without Transformer Engine; drop it" if not te else "")
+            + ("without --attention-backend flash: cuDNN is preferred; add it" if te else "")
+        )
+    if not te or plan.environment.assumed:
+        return
+    wanted = [_FLASH[version]] if version in _FLASH else list(_FLASH.values())
+    if asked == "flash" and not any(map(_compat.installed_version, wanted)):
+        yield (
+            f"{flag} needs {' or '.join(wanted)}, which is not installed; install it, or leave the "
+            "flag out (cuDNN's fused attention)"
+        )
+    for name, backends in _TE_SWITCHES.items():
+        expected = str(int(asked in backends))
+        if os.environ.get(name, expected) != expected:
+            yield (
+                f"the environment has {name}={os.environ[name]}, but {flag} asks for {expected}; "
+                "unset it and choose by --attention-backend"
+            )
+
+
 def _learning(plan: Plan) -> Iterator[str]:
     if plan.values["lr"] is None and not plan.values["skip_train"]:
         yield "--lr is missing: the peak learning rate, for example 3e-4"
@@ -602,6 +648,7 @@ def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Repo
     except UserError as problem:
         problems.append(str(problem))
     problems += _offload_refusals(plan)
+    problems += _attention_refusals(plan)
     problems += _learning(plan)
     refusals += dict.fromkeys(problems)
     vocabulary = values["padded_vocab_size"]

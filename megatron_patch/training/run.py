@@ -322,6 +322,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             fused_kernels=plan.device != "cpu" and plan.own.fused_kernels != "off",
             weights=plan.weights,
             adjust=functools.partial(recipe.adjust, plan=plan) if recipe.adjust else None,
+            report=True,
         )
     keeper = None
     if rank == 0 and output is not None and plan.own.keep_last:

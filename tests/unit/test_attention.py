@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-from megatron_patch.ops import attention
+from megatron_patch.ops import attention, attention_backend
+from megatron_patch.util import UserError
 from tests.dist.attention_jobs import HEADS, config, core, packed, reference
 from tests.models.megatron_model import one_rank
 
@@ -264,3 +265,31 @@ def test_zigzag_is_its_own_proof():
             [part for r in range(size) for part in (chunks[r], chunks[2 * size - 1 - r])]
         )
         assert torch.equal(attention.to_natural_order(gathered, size), sequence)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("auto", "attention, window 3, 1 layers: SDPA flash"),
+        ("unfused", "attention, window 3, 1 layers: SDPA unfused (math)"),
+    ],
+)
+def test_the_kernel_is_named_at_the_first_call(asked, expected):
+    layer = core(width=8, attention_backend=AttnBackend[asked], window_size=(3, 0))
+    attending = torch.nn.Module()
+    attending.core_attention, attending.config = layer, layer.config
+    attending.layer_number = layer.layer_number = 1
+    stage = torch.nn.Module()
+    stage.self_attention = attending
+    said = []
+    attention_backend.watch([stage], said.append)
+    q, k, v = inputs(4, dtype=torch.float32)
+    for _ in range(2):
+        layer(q, k, v, None)
+    assert said == [expected]
+
+
+def test_a_backend_that_cannot_run_is_refused():
+    layer = core(width=8, attention_backend=AttnBackend.fused)
+    with pytest.raises(UserError, match="--attention-backend fused cannot run"):
+        layer(*inputs(4, dtype=torch.float32), None)

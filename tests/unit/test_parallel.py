@@ -662,3 +662,28 @@ def test_checkpoints_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert said(3 * size, report=keeps) == (0, 0), "a new one is written before an old one goes"
     adapters = plan(hf(tmp_path), f"{flags} --sft --lora-rank 8")
     assert said(size - 1, report=adapters) == (0, 0)
+
+
+# --- attention backend --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--attention-backend flash", "needs flash-attn or flash-attn-3 or flash-attn-4"),
+        ("--attention-backend flash --flash-attention-version 3", "needs flash-attn-3, which"),
+        ("--flash-attention-version 3", "no effect without --attention-backend flash"),
+        ("--attention-backend local", "give --backend torch"),
+        ("--backend torch --flash-attention-version 2", "no effect without Transformer Engine"),
+        ("--attention-backend unfused", "NVTE_FUSED_ATTN=1, but --attention-backend unfused"),
+    ],
+)
+def test_an_attention_backend_that_cannot_run(
+    tmp_path: Path, flags: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    if "unfused" in flags:
+        monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
+    environment = args.Environment(te=True, deep_ep=False)
+    report = parallel.check(plan(hf(tmp_path), flags, environment=environment))
+    assert [text for text in report.refusals if words in text] == list(report.refusals) != []
