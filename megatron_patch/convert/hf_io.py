@@ -23,14 +23,20 @@ from typing import Any
 from megatron_patch.convert.rows import (
     FP8_BLOCK,
     ITEM_SIZE,
+    MXFP4_BLOCK,
     Copy,
     FileRows,
     Files,
+    HeldRows,
     Quantised,
     ScaledRows,
+    Transposed,
     rows_of,
     tensor_bytes,
+    transposed_rows,
+    unpacked_rows,
 )
+from megatron_patch.convert.rules import Stack, refuse_stack
 from megatron_patch.util import UserError, atomic_write, human_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -50,6 +56,9 @@ _NAMES = MappingProxyType({torch: name for name, torch in DTYPES.items()})
 #: The format of quantised weights, and what the name of their scales adds to theirs.
 FP8, SCALE = "float8_e4m3fn", "_scale_inv"
 
+#: What the names of weights in MXFP4 and of their scales add to those of the weights.
+_BLOCKS, _SCALES_OF_BLOCKS = "_blocks", "_scales"
+
 #: Other formats of the same weights; never copied along, and no replacement for safetensors.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 
@@ -68,8 +77,11 @@ class Stored:
         path: The file.
         offset: Its first byte in the file.
         shape: Its shape.
-        dtype: Its torch dtype name; of an FP8 tensor with a scale, that of their product.
-        scale: The scale of every block of an FP8 tensor.
+        dtype: Its torch dtype name; of a tensor with scales, that of their product.
+        scale: The scale of every block of an FP8 or MXFP4 tensor.
+        packed: Whether it is MXFP4: its shape is then ``[..., columns, rows]``, as in files that
+            hold it unpacked, but its bytes are ``[..., rows, columns / 32, 16]``.
+        transposed: Whether the file keeps its two axes the other way round.
     """
 
     name: str
@@ -78,19 +90,27 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     scale: Stored | None = None
+    packed: bool = False
+    transposed: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
         return tensor_bytes(self.shape, self.dtype)
 
-    def rows(self, files: Files) -> FileRows | ScaledRows:
+    def rows(self, files: Files) -> FileRows | ScaledRows | HeldRows:
         """For reading."""
+        shape = self.shape[::-1] if self.transposed and not self.packed else self.shape
         if self.scale is None:
-            return FileRows(files, self.path, self.offset, self.shape, self.dtype)
+            plain = FileRows(files, self.path, self.offset, shape, self.dtype)
+            return transposed_rows(plain) if self.transposed else plain
         scale = self.scale.rows(files)
         assert isinstance(scale, FileRows)
-        return ScaledRows(FileRows(files, self.path, self.offset, self.shape, FP8), scale)
+        if self.packed:
+            assert self.transposed, self.name
+            bytes_ = (*scale.shape, MXFP4_BLOCK // 2)
+            return unpacked_rows(FileRows(files, self.path, self.offset, bytes_, "uint8"), scale)
+        return ScaledRows(FileRows(files, self.path, self.offset, shape, FP8), scale)
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -204,13 +224,19 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Stored]:
 
 
 def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """FP8 weights joined with their scales: one tensor each, read as their product.
+    """FP8 and MXFP4 weights joined with their scales: one tensor each, read as their product.
 
     Raises:
         UserError: A weight without a scale, or a scale that is not of its weight.
     """
     found = dict(stored)
     for name, tensor in stored.items():
+        if name.endswith(_BLOCKS) and tensor.dtype == "uint8":
+            plain = name.removesuffix(_BLOCKS)
+            found[plain] = _mxfp4(
+                plain, found.pop(name), found.pop(plain + _SCALES_OF_BLOCKS, None)
+            )
+            continue
         if tensor.dtype not in (FP8, "float8_e5m2"):
             continue
         scale = found.pop(name + SCALE, None)
@@ -228,6 +254,55 @@ def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
                 f"{list(expected)} scales in float32 or bfloat16."
             )
         found[name] = replace(tensor, dtype="bfloat16", scale=scale)
+    return found
+
+
+def _mxfp4(name: str, blocks: Stored, scales: Stored | None) -> Stored:
+    *lead, rows, count, size = blocks.shape if len(blocks.shape) > 2 else (0, 0, 0)
+    expected = (*lead, rows, count)
+    if scales is None or (scales.shape, scales.dtype, size) != (
+        expected,
+        "uint8",
+        MXFP4_BLOCK // 2,
+    ):
+        other = f"{scales.dtype} {list(scales.shape)}" if scales else "missing"
+        raise UserError(
+            f"{blocks.path}: {blocks.name} is {list(blocks.shape)} and its scales "
+            f"{name + _SCALES_OF_BLOCKS} are {other}; MXFP4 has blocks of {MXFP4_BLOCK} numbers in "
+            f"{MXFP4_BLOCK // 2} bytes, each with a scale of one byte. Copy or download it again."
+        )
+    shape = (*lead, count * MXFP4_BLOCK, rows)
+    return replace(blocks, name=name, shape=shape, dtype="bfloat16", scale=scales, packed=True)
+
+
+def unstacked(stored: Mapping[str, Stored], stacks: Iterable[Stack]) -> dict[str, Stored]:
+    """The tensors by the names that rules know: those of a `Stack` are found in it.
+
+    Raises:
+        UserError: A stack of another shape, or one of which a part is there, too.
+    """
+    found = dict(stored)
+    for stack in stacks:
+        tensor = found.pop(stack.name, None)
+        if tensor is None:
+            continue
+        refuse_stack(stack, tensor.shape, str(tensor.path), found)
+        count = len(stack.parts)
+        for number, part in enumerate(stack.parts):
+            scale = tensor.scale
+            if scale is not None:
+                inner = scale.shape[-2:]
+                at = scale.offset + number * tensor_bytes(inner, scale.dtype)
+                scale = replace(scale, offset=at, shape=inner)
+            size = tensor.nbytes // count // (4 if tensor.packed else 1)
+            found[part] = replace(
+                tensor,
+                name=part,
+                offset=tensor.offset + number * size,
+                shape=stack.inner,
+                scale=scale,
+                transposed=stack.transposed,
+            )
     return found
 
 
@@ -272,13 +347,23 @@ def copy_companions(source: Path, target: Path, leave: Iterable[str] = ()) -> li
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor's place in the files to write: name, file name, first byte, shape and dtype."""
+    """A tensor's place in the files to write.
+
+    Attributes:
+        name: Its name.
+        file: Name of the file.
+        offset: First byte.
+        shape: Shape in the file.
+        dtype: torch dtype name.
+        within: The tensor in the file's header of which it is a part; nothing: itself.
+    """
 
     name: str
     file: str
     offset: int
     shape: tuple[int, ...]
     dtype: str
+    within: str = ""
 
 
 @dataclass(frozen=True)
@@ -338,6 +423,16 @@ def plan_shards(
     return tuple(shards), tuple(targets)
 
 
+def parts_of(target: Target, stack: Stack) -> tuple[Target, ...]:
+    """The places of a stack's parts in that of the stack."""
+    inner = stack.inner[::-1] if stack.transposed else stack.inner
+    size = tensor_bytes(inner, target.dtype)
+    return tuple(
+        Target(part, target.file, target.offset + n * size, inner, target.dtype, stack.name)
+        for n, part in enumerate(stack.parts)
+    )
+
+
 def create_shards(folder: Path, shards: Iterable[Shard]) -> None:
     """Create the files with their headers and their full size."""
     for shard in shards:
@@ -353,7 +448,7 @@ class ShardWriter:
         self._folder = folder
         self._open: dict[str, int] = {}
 
-    def write(self, target: Target, copy: Copy | Quantised, buffer: bytearray) -> int:
+    def write(self, target: Target, copy: Copy | Quantised | Transposed, buffer: bytearray) -> int:
         """Write one tensor; returns its bytes."""
         fd = self._open.get(target.file)
         if fd is None:
@@ -388,13 +483,13 @@ def write_index(folder: Path, targets: Sequence[Target]) -> None:
     total = sum(tensor_bytes(target.shape, target.dtype) for target in targets)
     index = {
         "metadata": {"total_size": total},
-        "weight_map": {target.name: target.file for target in sorted(targets, key=_by_name)},
+        "weight_map": {_in_file(target): target.file for target in sorted(targets, key=_in_file)},
     }
     atomic_write(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def _by_name(target: Target) -> str:
-    return target.name
+def _in_file(target: Target) -> str:
+    return target.within or target.name
 
 
 #: What config.json says of weights in FP8.

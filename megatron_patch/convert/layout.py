@@ -30,6 +30,7 @@ _LAYER = (
     ("latent.kv_norm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
     ("latent.kv_up.weight", "self_attention.linear_kv_up_proj.weight"),
     ("latent.out.weight", "self_attention.linear_proj.weight"),
+    ("attention.sinks", "self_attention.core_attention.softmax_offset"),
     ("attention.out.weight", "self_attention.linear_proj.weight"),
     ("attention.out.bias", "self_attention.linear_proj.bias"),
     ("delta.norm.weight", "self_attention.in_proj.layer_norm_weight"),
@@ -47,6 +48,7 @@ _LAYER = (
     ("moe.norm.weight", "pre_mlp_layernorm.weight"),
     ("moe.router.weight", "mlp.router.weight"),
     ("moe.router.bias", "mlp.router.expert_bias"),
+    ("moe.router.offset", "mlp.router.bias"),
     ("moe.shared.gate_up.weight", "mlp.shared_experts.linear_fc1.weight"),
     ("moe.shared.gate.weight", "mlp.shared_experts.gate_weight"),
     ("moe.shared.down.weight", "mlp.shared_experts.linear_fc2.weight"),
@@ -62,12 +64,14 @@ _AROUND_MTP = (
 
 #: (logical, sequential experts, grouped experts)
 _EXPERT = (
-    ("gate_up", "local_experts.{e}.linear_fc1.weight", "linear_fc1.weight{e}"),
-    ("down", "local_experts.{e}.linear_fc2.weight", "linear_fc2.weight{e}"),
+    ("gate_up.weight", "local_experts.{e}.linear_fc1.weight", "linear_fc1.weight{e}"),
+    ("gate_up.bias", "local_experts.{e}.linear_fc1.bias", "linear_fc1.bias{e}"),
+    ("down.weight", "local_experts.{e}.linear_fc2.weight", "linear_fc2.weight{e}"),
+    ("down.bias", "local_experts.{e}.linear_fc2.bias", "linear_fc2.bias{e}"),
 )
 
 _IN_LAYER = re.compile(r"(layers|mtp)\.(\d+)\.(.+)")
-_IN_EXPERT = re.compile(r"moe\.experts\.(\d+)\.(\w+)\.weight")
+_IN_EXPERT = re.compile(r"moe\.experts\.(\d+)\.(\w+\.\w+)")
 
 
 def checkpoint_key(name: str, *, grouped_experts: bool = False) -> str:

@@ -230,6 +230,7 @@ class _Reader:
     def __init__(self, source: Source, files: Files) -> None:
         self._source, self._files = source, files
         self._buffers = bytearray(BUFFER), bytearray(BUFFER)
+        self._rows: tuple[Sequence[str], tuple[Any, ...]] = ((), ())
         self._again: dict[str, list[str]] = {}
         for name, original in source.repeated.items():
             self._again.setdefault(original, []).append(name)
@@ -276,7 +277,10 @@ class _Reader:
         stored, operation = self._source.stored, part.rule.operation
         if isinstance(operation, PadVocab):
             operation = PadVocab(operation.rows, part.shape[0])
-        sources: tuple[Any, ...] = tuple(stored[name].rows(self._files) for name in names)
+        if names != self._rows[0]:
+            # Kept for the next part: some are made whole to be read at all.
+            self._rows = names, tuple(stored[name].rows(self._files) for name in names)
+        sources = self._rows[1]
         shape = part.shape
         if moves_rows(operation) and part.sizes[1:2] != part.shape[1:2]:
             first, count = part.start[1], part.sizes[1]

@@ -30,6 +30,7 @@ from megatron_patch.convert.rows import (
     Quantised,
     Rows,
     RunTable,
+    Transposed,
     forward_copy,
     forward_runs,
     inverse_copy,
@@ -38,7 +39,7 @@ from megatron_patch.convert.rows import (
     rows_of,
     tensor_bytes,
 )
-from megatron_patch.convert.rules import PadVocab, Rule
+from megatron_patch.convert.rules import PadVocab, Rule, Stack
 from megatron_patch.util import UserError, atomic_write, human_bytes
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class ImportPlan:
         skipped: What is not written.
         notes: What a user should know.
         copies: Names under which the source repeats a tensor (`rules.copies`).
+        stacks: Names under which the source holds several tensors (`rules.stacks`).
         runs: Which rows every operation moves where.
     """
 
@@ -109,6 +111,7 @@ class ImportPlan:
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
     copies: tuple[str, ...]
+    stacks: tuple[str, ...] = ()
     runs: RunTable = NO_RUNS
 
     @property
@@ -150,12 +153,14 @@ class Export:
         step: The step that it belongs to.
         part: Which of the rule's tensors it is.
         scales: Whether it holds the scales of that tensor's FP8 form.
+        transposed: Whether the file keeps its axes the other way round.
     """
 
     target: Target
     step: Step
     part: int
     scales: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,14 +196,16 @@ class ExportPlan:
         """Bytes of tensors that are written."""
         return sum(tensor_bytes(e.target.shape, e.target.dtype) for e in self.exports)
 
-    def copy(self, export: Export, files: Files) -> Copy | Quantised:
+    def copy(self, export: Export, files: Files) -> Copy | Quantised | Transposed:
         """An HF tensor."""
         place = export.step.place
         region = region_rows(files, self.checkpoint, place)
         operation = export.step.rule.operation
         target, part = export.target, export.part
         if not export.scales and target.dtype != hf_io.FP8:
-            return inverse_copy(operation, region, part, target.shape, target.dtype, self.runs)
+            shape = target.shape[::-1] if export.transposed else target.shape
+            copy = inverse_copy(operation, region, part, shape, target.dtype, self.runs)
+            return Transposed(copy) if export.transposed else copy
         shape = export.step.rule.shapes[part]
         numbers = inverse_copy(operation, region, part, shape, region.dtype, self.runs)
         return Quantised(numbers, export.scales, self.powers)
@@ -229,6 +236,7 @@ class Source:
         stored: Name -> tensor; quantised ones are read as numbers.
         repeated: Names under which the files repeat a tensor -> the name of its original.
         skipped: What is not part of the model.
+        stacks: Names of tensors in the files that hold several of the model's.
     """
 
     folder: Path
@@ -236,6 +244,7 @@ class Source:
     stored: Mapping[str, Stored]
     repeated: Mapping[str, str]
     skipped: tuple[Skipped, ...]
+    stacks: tuple[str, ...] = ()
 
 
 def read_source(folder: Path, spec: ModelSpec) -> Source:
@@ -245,6 +254,8 @@ def read_source(folder: Path, spec: ModelSpec) -> Source:
         UserError: A file is damaged, or a tensor is missing, left over or of another shape.
     """
     stored = hf_io.with_scales(hf_io.read_model(folder))
+    whole = [stack.name for stack in rules.stacks(spec) if stack.name in stored]
+    stored = hf_io.unstacked(stored, rules.stacks(spec))
     given = {name for name in stored if not rules.DERIVED.search(name)}
     skipped = [
         Skipped(name, stored[name].nbytes, "recomputed from config.json")
@@ -267,7 +278,7 @@ def read_source(folder: Path, spec: ModelSpec) -> Source:
     for rule in all_rules:
         for name, shape in zip(rule.hf, rule.shapes, strict=True):
             _same_shape(f"{stored[name].path}: {name}", stored[name].shape, shape)
-    return Source(folder, all_rules, stored, repeated, tuple(skipped))
+    return Source(folder, all_rules, stored, repeated, tuple(skipped), tuple(whole))
 
 
 def check_dtypes(rule: Rule, stored: Mapping[str, Stored], dtype: str | None) -> None:
@@ -329,6 +340,7 @@ def plan_import(
         source.skipped,
         _notes(spec),
         tuple(source.repeated),
+        source.stacks,
         _forward_table(steps),
     )
 
@@ -380,12 +392,9 @@ def plan_export(
     skipped, extra = others(checkpoint, used)
     if missing or extra:
         rules.refuse_differences(f"{folder}", used | set(extra), used | set(missing))
-    quantised = _quantised(source, steps) if dtype == FP8_BLOCKS else frozenset()
-    tensors, origins = _hf_tensors(steps, spec, source, quantised)
-    shards, targets = hf_io.plan_shards(tensors, max_shard)
-    exports = tuple(
-        Export(target, *origin) for target, origin in zip(targets, origins, strict=True)
-    )
+    joined = _stacks_to_write(source, spec)
+    quantised = _quantised(source, steps, joined) if dtype == FP8_BLOCKS else frozenset()
+    shards, exports = _lay_out_files(_hf_tensors(steps, spec, source, quantised), joined, max_shard)
     with Files() as files:
         for step in steps:
             region_rows(files, checkpoint, step.place)
@@ -589,28 +598,30 @@ FP8_BLOCKS = "fp8"
 _PROJECTIONS = re.compile(r"\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$")
 
 
-def _quantised(source: Path, steps: Sequence[Step]) -> frozenset[str]:
+def _quantised(source: Path, steps: Sequence[Step], joined: Mapping[str, Stack]) -> frozenset[str]:
     """Names of the tensors that were quantised in the original, or would have been."""
-    known: set[str] = set()
-    record = source / RECORD
-    if record.exists():
-        known = set(json.loads(record.read_text(encoding="utf-8")).get("fp8", ()))
-    elif (source / hf_io.INDEX).exists() or any(source.glob("*.safetensors")):
-        stored = hf_io.read_model(source)
+    known = _recorded(source, "fp8")
+    if known is None:
+        stored = hf_io.read_model(source) if _has_weights(source) else {}
         known = {name for name in stored if name + hf_io.SCALE in stored}
     return frozenset(
         name
         for step in steps
         for name, shape in zip(step.rule.hf, step.rule.shapes, strict=True)
-        if len(shape) == 2 and (name in known if known else _PROJECTIONS.search(name))
+        if len(shape) == 2
+        and name not in joined
+        and (name in known if known else _PROJECTIONS.search(name))
     )
+
+
+#: A tensor to write: name, shape and dtype; its step, which of the rule's it is, whether scales.
+_Wanted = tuple[str, tuple[int, ...], str, Step, int, bool]
 
 
 def _hf_tensors(
     steps: Sequence[Step], spec: ModelSpec, source: Path, quantised: Collection[str]
-) -> tuple[list[tuple[str, tuple[int, ...], str]], list[tuple[Step, int, bool]]]:
-    tensors: list[tuple[str, tuple[int, ...], str]] = []
-    origins = []
+) -> list[_Wanted]:
+    tensors: list[_Wanted] = []
     again: dict[str, list[str]] = {}
     found = had_copies(source, spec)
     for name, original in rules.copies(spec).items():
@@ -619,26 +630,74 @@ def _hf_tensors(
     for step in steps:
         for part, (name, shape) in enumerate(zip(step.rule.hf, step.rule.shapes, strict=True)):
             eight = name in quantised
-            tensors.append((name, shape, hf_io.FP8 if eight else step.dtype))
-            origins.append((step, part, False))
+            dtype = hf_io.FP8 if eight else step.dtype
+            tensors.append((name, shape, dtype, step, part, False))
             if eight:
                 scales = tuple(-(-size // FP8_BLOCK) for size in shape)
-                tensors.append((name + hf_io.SCALE, scales, "float32"))
-                origins.append((step, part, True))
+                tensors.append((name + hf_io.SCALE, scales, "float32", step, part, True))
             for other in again.get(name, ()):
-                tensors.append((other, shape, step.dtype))
-                origins.append((step, part, False))
-    return tensors, origins
+                tensors.append((other, shape, step.dtype, step, part, False))
+    return tensors
+
+
+def _stacks_to_write(source: Path, spec: ModelSpec) -> dict[str, Stack]:
+    """Name of a part -> the stack in which it is written: as files have it, or the original had."""
+    known = rules.stacks(spec)
+    if not known:
+        return {}
+    had = _recorded(source, "stacks")
+    if had is None:
+        had = set(hf_io.with_scales(hf_io.read_model(source))) if _has_weights(source) else set()
+    wanted = [stack for stack in known if stack.always or stack.name in had]
+    return {part: stack for stack in wanted for part in stack.parts}
+
+
+def _lay_out_files(
+    tensors: Sequence[_Wanted], joined: Mapping[str, Stack], max_shard: int
+) -> tuple[tuple[Shard, ...], tuple[Export, ...]]:
+    """Places in files; the parts of a stack follow one another, where the first of them stands."""
+    groups: dict[str, list[_Wanted]] = {}
+    for tensor in tensors:
+        stack = joined.get(tensor[0])
+        groups.setdefault(stack.name if stack else tensor[0], []).append(tensor)
+    in_files = [
+        (name, joined[group[0][0]].shape if group[0][0] in joined else group[0][1], group[0][2])
+        for name, group in groups.items()
+    ]
+    shards, targets = hf_io.plan_shards(in_files, max_shard)
+    exports: list[Export] = []
+    for target, group in zip(targets, groups.values(), strict=True):
+        stack = joined.get(group[0][0])
+        if stack is None:
+            ((*_, step, part, scales),) = group
+            exports.append(Export(target, step, part, scales))
+            continue
+        origins = {name: (step, part) for name, *_, step, part, _ in group}
+        exports += [
+            Export(place, *origins[place.name], transposed=stack.transposed)
+            for place in hf_io.parts_of(target, stack)
+        ]
+    return shards, tuple(exports)
+
+
+def _has_weights(source: Path) -> bool:
+    return (source / hf_io.INDEX).exists() or any(source.glob("*.safetensors"))
+
+
+def _recorded(source: Path, key: str) -> set[str] | None:
+    """What `write_record` remembered of a model's original files; None without a record."""
+    record = source / RECORD
+    if not record.exists():
+        return None
+    return set(json.loads(record.read_text(encoding="utf-8")).get(key, ()))
 
 
 def had_copies(source: Path, spec: ModelSpec) -> set[str]:
     """Names under which a model's files repeated tensors, see `rules.copies`."""
-    record = source / RECORD
-    if record.exists():
-        return set(json.loads(record.read_text(encoding="utf-8")).get("copies", ()))
-    if (source / hf_io.INDEX).exists() or any(source.glob("*.safetensors")):
-        return set(rules.copies(spec)) & set(hf_io.read_model(source))
-    return set()
+    found = _recorded(source, "copies")
+    if found is not None:
+        return found
+    return set(rules.copies(spec)) & set(hf_io.read_model(source) if _has_weights(source) else ())
 
 
 def write_record(source: Path, target: Path, spec: ModelSpec) -> None:
@@ -646,13 +705,15 @@ def write_record(source: Path, target: Path, spec: ModelSpec) -> None:
     if (source / RECORD).exists():
         shutil.copyfile(source / RECORD, target / RECORD)
         return
-    if not (source / hf_io.INDEX).exists() and not any(source.glob("*.safetensors")):
+    if not _has_weights(source):
         return
     stored = hf_io.read_model(source)
+    joined = hf_io.with_scales(stored)
     record = {
         "copies": sorted(set(rules.copies(spec)) & set(stored)),
-        "dtype": hf_io.dtype_of(hf_io.with_scales(stored)),
+        "dtype": hf_io.dtype_of(joined),
         "fp8": [name for name in stored if name + hf_io.SCALE in stored],
+        "stacks": [stack.name for stack in rules.stacks(spec) if stack.name in joined],
     }
     atomic_write(target / RECORD, json.dumps(record) + "\n")
 

@@ -234,6 +234,71 @@ class ScaledRows:
             result[begin:end] = weight[begin:end] * scale[block - low]
 
 
+class HeldRows:
+    """A tensor that has to be made whole before its first row is known; kept as long as this."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, make: Callable[[], Tensor]) -> None:
+        self._shape, self._dtype, self._make = shape, dtype, make
+        self._data: memoryview | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Rows`."""
+        return self._shape
+
+    @property
+    def dtype(self) -> str:
+        """See `Rows`."""
+        return self._dtype
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """See `Rows`."""
+        if self._data is None:
+            self._data = bytes_of(self._make(), None)
+        size = row_bytes(self.shape, self.dtype)
+        into[:] = self._data[start * size : stop * size]
+
+
+def transposed_rows(of: FileRows) -> HeldRows:
+    """A matrix in a file, with its axes swapped."""
+    return HeldRows(of.shape[::-1], of.dtype, lambda: whole(of).T)
+
+
+#: Numbers that share a scale in MXFP4 (OCP Microscaling Formats 1.0, section 5.2), and the sixteen
+#: numbers of its format (E2M1), of which a byte holds two, the first in its low bits.
+MXFP4_BLOCK = 32
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def unpacked_rows(blocks: FileRows, scales: FileRows) -> HeldRows:
+    """Weights in MXFP4 as bfloat16, which holds each of their products with a scale exactly.
+
+    Args:
+        blocks: ``[rows, blocks, 16]`` bytes.
+        scales: ``[rows, blocks]`` bytes: exponents of 2, plus 127.
+    """
+    rows, count, _ = blocks.shape
+
+    def make() -> Tensor:
+        import torch
+
+        pairs = _mxfp4_pairs()[whole(blocks).int()].view(rows, count, MXFP4_BLOCK)
+        powers = torch.ldexp(torch.ones(()), whole(scales).int() - 127)
+        return (pairs * powers[..., None]).bfloat16().view(rows, -1)
+
+    return HeldRows((rows, count * MXFP4_BLOCK), "bfloat16", make)
+
+
+@lru_cache(maxsize=1)
+def _mxfp4_pairs() -> Tensor:
+    """``[256, 2]``: the two numbers of every byte."""
+    import torch
+
+    signed = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
+    byte = torch.arange(256)
+    return torch.stack((signed[byte & 15], signed[byte >> 4]), dim=1)
+
+
 @lru_cache(maxsize=1)
 def _fp8_table() -> Any:
     import torch
@@ -482,6 +547,25 @@ class Copy:
         else:
             result = self.make(tuple(whole(source) for source in self.sources))
             yield bytes_of(result[start:stop] if result.ndim else result, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """A matrix with its axes swapped, which is held while it is written.
+
+    Attributes:
+        of: The matrix.
+    """
+
+    of: Copy
+
+    def blocks(self, start: int, stop: int, buffer: bytearray) -> Iterator[memoryview]:
+        """As `Copy.blocks`; rows are those of the result."""
+        import torch
+
+        data = bytearray(b"".join(self.of.blocks(0, rows_of(self.of.shape), buffer)))
+        matrix = torch.frombuffer(data, dtype=getattr(torch, self.of.dtype)).view(self.of.shape)
+        yield bytes_of(matrix.T[start:stop], None)
 
 
 #: The largest number of the format.

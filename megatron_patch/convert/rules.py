@@ -202,6 +202,26 @@ class GatedUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternating:
+    """Gate and up rows in turns, as GPT-OSS has them, to gate rows above up rows."""
+
+    rowwise: ClassVar[bool] = True
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """``[2F, ...]`` with rows gate 0, up 0, gate 1, ... to all gates, then all ups."""
+        import torch
+
+        (part,) = parts
+        return torch.cat((part[0::2], part[1::2]), dim=0)
+
+    def inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """Gates above ups to rows in turns."""
+        import torch
+
+        return (torch.stack(whole.chunk(2, dim=0), dim=1).flatten(0, 1),)
+
+
+@dataclass(frozen=True, slots=True)
 class PadVocab:
     """Zero rows after the vocabulary's; they are dropped on the way back.
 
@@ -248,6 +268,64 @@ class Rule:
     keeps_dtype: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One tensor in files that holds the tensors of several rules, one after another.
+
+    Rules know its parts, by names that no file has to have.
+
+    Attributes:
+        name: Name in files.
+        shape: Shape in files.
+        parts: Names of its parts, in the order of the file.
+        inner: Shape of every part, as rules have it.
+        transposed: The file keeps the two axes of a part the other way round.
+        always: Files never hold the parts apart.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    inner: tuple[int, ...]
+    transposed: bool = False
+    always: bool = False
+
+
+def stacks(spec: ModelSpec) -> tuple[Stack, ...]:
+    """The tensors in which files of a model may hold, or always hold, several."""
+    from megatron_patch.models.registry import get_family
+
+    return get_family(spec.family).stacks(spec)
+
+
+def file_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors in files, where parts that may stand apart do."""
+    joined = {part: stack for stack in stacks(spec) if stack.always for part in stack.parts}
+    found: dict[str, tuple[int, ...]] = {}
+    for rule in spec_rules(spec):
+        for name, shape in zip(rule.hf, rule.shapes, strict=True):
+            stack = joined.get(name)
+            found[stack.name if stack else name] = stack.shape if stack else shape
+    return found
+
+
+def unstack(hf_tensors: Mapping[str, Tensor], spec: ModelSpec) -> Mapping[str, Tensor]:
+    """Tensors of files by the names that rules know; parts are views."""
+    known = stacks(spec)
+    if not known:
+        return hf_tensors
+    found = dict(hf_tensors)
+    for stack in known:
+        tensor = found.pop(stack.name, None)
+        if tensor is not None:
+            refuse_stack(stack, tuple(tensor.shape), "the checkpoint", found)
+            inner = stack.inner[::-1] if stack.transposed else stack.inner
+            pieces = tensor.reshape(len(stack.parts), *inner)
+            pieces = pieces.transpose(1, 2) if stack.transposed else pieces
+            found |= zip(stack.parts, pieces, strict=True)
+    return found
+
+
 def to_megatron(
     hf_tensors: Mapping[str, Tensor], spec: ModelSpec, *, grouped_experts: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
@@ -268,6 +346,7 @@ def to_megatron(
         UserError: A tensor is missing, left over or of another shape than the config says.
     """
     rules = spec_rules(spec)
+    hf_tensors = unstack(hf_tensors, spec)
     given = {name for name in hf_tensors if not DERIVED.search(name)}
     expected = {name for rule in rules for name in rule.hf}
     found = {name: original for name, original in copies(spec).items() if name in given}
@@ -318,6 +397,8 @@ def to_hf(
     for again, original in copies(spec).items():
         if again in repeated:
             written.setdefault(original, []).append(again)
+    joined = {part: stack for stack in stacks(spec) if stack.always for part in stack.parts}
+    held: dict[str, Tensor] = {}
     for key, rule in keys.items():
         whole = megatron_tensors[key]
         expected = megatron_shape(rule)
@@ -327,9 +408,40 @@ def to_hf(
                 f"{list(expected)}. The checkpoint and the config belong to different models."
             )
         for name, part in zip(rule.hf, rule.operation.inverse(whole), strict=True):
+            if name in joined:
+                held[name] = part
+                if all(other in held for other in joined[name].parts):
+                    yield joined[name].name, _stacked(joined[name], held)
+                continue
             yield name, part
             for again in written.get(name, ()):
                 yield again, part.clone()
+
+
+def _stacked(stack: Stack, held: dict[str, Tensor]) -> Tensor:
+    import torch
+
+    parts = [held.pop(name) for name in stack.parts]
+    parts = [part.T for part in parts] if stack.transposed else parts
+    return torch.stack(parts).reshape(stack.shape)
+
+
+def refuse_stack(stack: Stack, shape: tuple[int, ...], where: str, names: Collection[str]) -> None:
+    """Refuse a tensor of another shape than its parts', and one that is there twice.
+
+    Raises:
+        UserError: Both shapes, or the name of the part that is there, too.
+    """
+    if shape != stack.shape:
+        raise UserError(
+            f"{stack.name} is {list(shape)} in {where}, but config.json says {list(stack.shape)}. "
+            f"The files and the config belong to different models."
+        )
+    twice = next((part for part in stack.parts if part in names), None)
+    if twice is not None:
+        raise UserError(
+            f"{where} holds {stack.name} and a part of it, {twice}. Remove the one that is stale."
+        )
 
 
 def spec_rules(spec: ModelSpec) -> tuple[Rule, ...]:

@@ -145,7 +145,8 @@ class Import:
         record = {
             "copies": self.plan.copies,
             "dtype": hf_io.dtype_of(stored),
-            "fp8": [name for name, tensor in stored.items() if tensor.scale is not None],
+            "fp8": [n for n, tensor in stored.items() if tensor.scale and not tensor.packed],
+            "stacks": self.plan.stacks,
         }
         atomic_write(folder / "hf" / RECORD, json.dumps(record) + "\n")
         atomic_write(folder / TRACKER, RELEASE)

@@ -118,6 +118,7 @@ def verify(
     step = dist_io.find_checkpoint(mcore_dir)
     spec = plan.resolve(folder)
     stored = hf_io.with_scales(hf_io.read_model(folder))
+    stored = hf_io.unstacked(stored, rules.stacks(spec))
     checkpoint = dist_io.read_checkpoint(step)
     places = meta_model.checkpoint_layout(folder)
     outcome = Outcome()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.convert.rules import (
     EMBEDDING,
     HEAD,
+    Alternating,
     DeltaHeads,
     GatedQKV,
     GatedUp,
@@ -97,13 +100,64 @@ SLIDING_ONLY = Only(
 )
 
 
+#: Accepted values of the keys of a ``quantization_config``; the first one is that of an absent key.
+Format = tuple[tuple[str, tuple[Any, ...]], ...]
+
+#: FP8 weights with one scale for every block, as DeepSeek and Qwen publish them.
+FP8_BLOCKS: Mapping[str, Format] = MappingProxyType(
+    {
+        "fp8": (
+            ("quant_method", ("fp8",)),
+            ("weight_block_size", ([128, 128],)),
+            ("fmt", ("e4m3", None)),
+            ("activation_scheme", ("dynamic", None)),
+            ("scale_fmt", ("ue8m0", None)),  # powers of two, stored as float32
+            ("modules_to_not_convert", ()),  # which tensors are quantised is seen from the files
+        )
+    }
+)
+#: MXFP4 experts, as OpenAI publishes them.
+MXFP4: Mapping[str, Format] = MappingProxyType(
+    {"mxfp4": (("quant_method", ("mxfp4",)), ("modules_to_not_convert", ()))}
+)
+#: How the formats are called in messages.
+_FORMAT_NAMES = MappingProxyType({"fp8": "FP8 (e4m3) in blocks of 128 x 128", "mxfp4": "MXFP4"})
+
+
+def stored_weights(hf: HFConfig, notes: list[str], formats: Mapping[str, Format]) -> None:
+    """Accepts weights stored in one of the formats, with scales, and no other."""
+    found = hf.typed("quantization_config", None, dict)
+    if found is None:
+        return
+    method = found.get("quant_method")
+    known = formats.get(method, ()) if isinstance(method, str) else ()
+    rest = set(found) - {key for key, _ in known}
+    if rest or any(values and found.get(key) not in values for key, values in known):
+        only = " or ".join(_FORMAT_NAMES[name] for name in formats)
+        raise UserError(
+            f"{hf.path}: 'quantization_config' is {found!r}: weights quantised by {method!r} in "
+            f"this form cannot be read; only {only} is supported here. Use the unquantised "
+            f"checkpoint."
+        )
+    kind = _FORMAT_NAMES[str(method)].split()[0]
+    notes.append(f"the files hold {kind} weights with scales; training starts from their products")
+
+
 def constants(**values: Any) -> Reader:
     """A reader that gives fixed Megatron arguments."""
     return lambda hf, notes: dict(values)
 
 
-def decoder(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
-    """A pre-norm decoder with grouped queries."""
+def decoder(
+    hf: HFConfig, notes: list[str], formats: Mapping[str, Format] = FP8_BLOCKS
+) -> dict[str, Any]:
+    """A pre-norm decoder with grouped queries.
+
+    Args:
+        hf: The configuration.
+        notes: What a user should know is added here.
+        formats: Low-precision formats that the files may hold weights in.
+    """
     heads = positive(hf, "num_attention_heads")
     groups = hf.typed("num_key_value_heads", heads, int)
     hidden = positive(hf, "hidden_size")
@@ -120,7 +174,7 @@ def decoder(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
                 f"{heads}, and there is no 'head_dim'. Add it."
             )
         head_dim = hidden // heads
-    return common(hf, notes) | {
+    return common(hf, notes, formats) | {
         "group_query_attention": True,
         "num_query_groups": groups,
         "kv_channels": head_dim,
@@ -128,35 +182,11 @@ def decoder(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     }
 
 
-#: FP8 weights with one scale for every block, as DeepSeek and Qwen publish them.
-_FP8_BLOCKS: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("quant_method", ("fp8",)),
-    ("weight_block_size", ([128, 128],)),
-    ("fmt", ("e4m3", None)),
-    ("activation_scheme", ("dynamic", None)),
-    ("scale_fmt", ("ue8m0", None)),  # powers of two, stored as float32
-    ("modules_to_not_convert", ()),  # which tensors are quantised is seen from the files
-)
-
-
-def stored_weights(hf: HFConfig, notes: list[str]) -> None:
-    """Accepts weights stored in FP8 with a scale for every block of 128 x 128, nothing else."""
-    found = hf.typed("quantization_config", None, dict)
-    if found is None:
-        return
-    rest = set(found) - {key for key, _ in _FP8_BLOCKS}
-    if rest or any(known and found.get(key) not in known for key, known in _FP8_BLOCKS):
-        raise UserError(
-            f"{hf.path}: 'quantization_config' is {found!r}: weights quantised by "
-            f"{found.get('quant_method')!r} in this form cannot be read; only FP8 (e4m3) in "
-            f"blocks of 128 x 128 is supported here. Use the unquantised checkpoint."
-        )
-    notes.append("the files hold FP8 weights with scales; training starts from their products")
-
-
-def common(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
+def common(
+    hf: HFConfig, notes: list[str], formats: Mapping[str, Format] = FP8_BLOCKS
+) -> dict[str, Any]:
     """Sizes, norms, initialisation, dropout, tying and vocabulary, whatever the attention."""
-    stored_weights(hf, notes)
+    stored_weights(hf, notes, formats)
     vocab = positive(hf, "vocab_size")
     padded = padded_vocab_size(vocab)
     if padded != vocab:
@@ -223,6 +253,7 @@ def softmax_experts(
     layers: tuple[LayerSpec, ...],
     width: str,
     normalised: bool,
+    balanced: bool = True,
 ) -> dict[str, Any]:
     """Experts and a softmax router with HF's semantics.
 
@@ -235,6 +266,7 @@ def softmax_experts(
         layers: The layer plan.
         width: Config key of an expert's size.
         normalised: Whether the gates of the chosen experts sum to 1.
+        balanced: Whether the balancing loss that the config names counts.
     """
     top_k, experts = positive(hf, "num_experts_per_tok"), positive(hf, "num_experts")
     if top_k > experts:
@@ -247,6 +279,12 @@ def softmax_experts(
             f"'num_experts_per_tok' 1 make every gate 1, and the router would get no gradient."
         )
     coefficient = hf.number("router_aux_loss_coef", Range(0))
+    if coefficient and not balanced:
+        notes.append(
+            f"no load-balancing loss: output_router_logits is false, and transformers then adds "
+            f"none either (router_aux_loss_coef {coefficient:g}); --moe-aux-loss-coeff adds one"
+        )
+        coefficient = 0.0
     if coefficient:
         notes.append(
             f"load-balancing loss with coefficient {coefficient:g} (router_aux_loss_coef; "
@@ -321,6 +359,9 @@ class MoeNames:
         gate: An expert's first projection, whose result goes through the activation.
         up: Its second one.
         down: Its last one.
+        router: The router.
+        joined: One projection of experts with the rows of both first ones in turns; nothing: they
+            are two.
     """
 
     block: str = "mlp."
@@ -328,6 +369,8 @@ class MoeNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "gate"
+    joined: str = ""
 
 
 def decoder_rules(spec: ModelSpec, moe: MoeNames = MoeNames()) -> tuple[Rule, ...]:
@@ -433,6 +476,8 @@ def _attention_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]
         rules.append(Rule(f"{ours}qkv.bias", names, tuple((count,) for count in rows), interleave))
     if args["add_bias_linear"]:
         rules.append(_rename(f"{ours}out.bias", f"{theirs}self_attn.o_proj.bias", hidden))
+    if args.get("softmax_type") == "learnable":
+        rules.append(_rename(f"{ours}sinks", f"{theirs}self_attn.sinks", heads))
     if args["qk_layernorm"]:
         for part in "qk":
             name = f"{theirs}self_attn.{part}_norm.weight"
@@ -484,8 +529,10 @@ def _moe_rules(args: dict[str, Any], ours: str, theirs: str, names: MoeNames) ->
     block = theirs + names.block
     rules = [
         _rename(f"{ours}norm.weight", f"{theirs}post_attention_layernorm.weight", hidden),
-        _rename(f"{ours}router.weight", f"{block}gate.weight", experts, hidden),
+        _rename(f"{ours}router.weight", f"{block}{names.router}.weight", experts, hidden),
     ]
+    if args["add_bias_linear"]:
+        rules.append(_rename(f"{ours}router.offset", f"{block}{names.router}.bias", experts))
     if args.get("moe_router_enable_expert_bias"):
         bias = (f"{block}gate.e_score_correction_bias",)
         shape = ((experts,),)
@@ -498,6 +545,9 @@ def _moe_rules(args: dict[str, Any], ours: str, theirs: str, names: MoeNames) ->
         rules.append(_rename(f"{ours}shared.gate.weight", name, 1, hidden))
     for e in range(experts):
         inner, width = f"{block}experts.{e}.", args["moe_ffn_hidden_size"]
+        if names.joined:
+            rules += _joined_rules(f"{ours}experts.{e}.", inner, hidden, width, names)
+            continue
         rules += _gated_rules(f"{ours}experts.{e}.", inner, hidden, width, names)
     return rules
 
@@ -513,6 +563,17 @@ def _gated_rules(
     return [
         Rule(f"{ours}gate_up.weight", pair, ((size, hidden), (size, hidden)), GatedUp()),
         _rename(f"{ours}down.weight", f"{theirs}{names.down}.weight", hidden, size),
+    ]
+
+
+def _joined_rules(ours: str, theirs: str, hidden: int, size: int, names: MoeNames) -> list[Rule]:
+    """An expert with biases, the rows of gate and up in turns."""
+    both, down = f"{theirs}{names.joined}.", f"{theirs}{names.down}."
+    return [
+        Rule(f"{ours}gate_up.weight", (f"{both}weight",), ((2 * size, hidden),), Alternating()),
+        Rule(f"{ours}gate_up.bias", (f"{both}bias",), ((2 * size,),), Alternating()),
+        _rename(f"{ours}down.weight", f"{down}weight", hidden, size),
+        _rename(f"{ours}down.bias", f"{down}bias", hidden),
     ]
 
 

@@ -11,7 +11,7 @@ from megatron_patch.models.rope import RopeSpec, attention_factor, is_plain, rea
 from megatron_patch.util import UserError
 
 if TYPE_CHECKING:
-    from megatron_patch.convert.rules import Rule
+    from megatron_patch.convert.rules import Rule, Stack
     from megatron_patch.models.hf_config import HFConfig
 
 #: Every padded vocabulary is a multiple of this, whatever the tensor-parallel size: 128 splits
@@ -107,6 +107,7 @@ class ModelFamily:
         details: Further attributes of the resolved model, by name (`ModelSpec`).
         left_out: Pattern of names in files that transformers leaves out, and so do we.
         copies: Pairs (HF name under which files may repeat a tensor, that tensor's name).
+        stacks: Tensors in which files hold those of several rules.
     """
 
     name: str
@@ -123,6 +124,7 @@ class ModelFamily:
     details: Callable[[HFConfig], dict[str, Any]] = lambda hf: {}
     copies: Callable[[ModelSpec], tuple[tuple[str, str], ...]] = lambda spec: ()
     left_out: str = ""
+    stacks: Callable[[ModelSpec], tuple[Stack, ...]] = lambda spec: ()
 
     def resolve(self, hf: HFConfig) -> ModelSpec:
         """Turn a config into a model.

@@ -416,6 +416,7 @@ def layer_params(values: Mapping[str, Any], moe: bool, linear: bool) -> LayerPar
         if bias or values["add_qkv_bias"]:
             split += q + gate + 2 * kv
         whole += h if bias else 0
+        split += heads if values["softmax_type"] == "learnable" else 0
         if values["qk_layernorm"]:
             whole += 2 * channels
     halves = 2 if _gated(values) else 1
@@ -423,9 +424,9 @@ def layer_params(values: Mapping[str, Any], moe: bool, linear: bool) -> LayerPar
     if moe:
         width = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"]
         inner = values["moe_latent_size"] or h
-        one = (halves + 1) * inner * width
+        one = (halves + 1) * inner * width + (halves * width + inner if bias else 0)
         experts, active = one * values["num_experts"], one * values["moe_router_topk"]
-        whole += h * values["num_experts"]
+        whole += (h + 1 if bias else h) * values["num_experts"]
         if values["moe_router_enable_expert_bias"]:
             whole += values["num_experts"]
         if values["moe_latent_size"]:

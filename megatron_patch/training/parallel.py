@@ -192,6 +192,11 @@ def _layout_refusals(values: Mapping[str, Any], world: int) -> Iterator[str]:
             f"experts of width {width} do not divide by --etp {etp}; use --etp one of "
             f"{_divisors(width)}"
         )
+    if experts and etp > 1 and values["add_bias_linear"]:
+        yield (
+            f"this model's experts have biases, which Megatron-Core has with --etp 1 only, not "
+            f"{etp}; use --etp 1, and --ep to spread experts over ranks"
+        )
     if experts and tp > 1 and not values["sequence_parallel"]:
         yield (
             f"a mixture of experts with --tp {tp} needs sequence parallelism, which is off; drop "

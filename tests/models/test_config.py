@@ -39,6 +39,7 @@ TINY = {
     "qwen2_moe": configs.QWEN2_MOE,
     "mixtral": configs.MIXTRAL,
     "mistral": configs.MISTRAL,
+    "gpt_oss": configs.GPT_OSS,
 }
 
 #: Published parameter counts; a tied output layer counts once.

@@ -58,16 +58,15 @@ def encoded(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.flo
     """Tensors of a config; as integers, all their numbers are different."""
     spec = resolve(config, folder)
     tensors, first = {}, 1
-    for rule in rules.spec_rules(spec):
-        for name, shape in zip(rule.hf, rule.shapes, strict=True):
-            count = torch.Size(shape).numel()
-            if dtype == torch.float32:
-                bits = torch.arange(first, first + count, dtype=torch.int32).view(dtype)
-            else:
-                generator = torch.Generator().manual_seed(first)
-                bits = torch.randn(count, generator=generator).to(dtype)
-            tensors[name] = bits.reshape(shape)
-            first += count
+    for name, shape in rules.file_shapes(spec).items():
+        count = torch.Size(shape).numel()
+        if dtype == torch.float32:
+            bits = torch.arange(first, first + count, dtype=torch.int32).view(dtype)
+        else:
+            generator = torch.Generator().manual_seed(first)
+            bits = torch.randn(count, generator=generator).to(dtype)
+        tensors[name] = bits.reshape(shape)
+        first += count
     return tensors
 
 
