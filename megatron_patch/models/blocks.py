@@ -221,7 +221,7 @@ def common(
 
 
 def windows(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
-    """A sliding window in every layer, where ``sliding_window`` is not null.
+    """A sliding window in the layers that may have one, where ``sliding_window`` is not null.
 
     Transformers counts a query's own key among the ``sliding_window`` keys that it sees, Megatron
     those before it.
@@ -229,8 +229,20 @@ def windows(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     if hf.get("sliding_window") is None:
         return {}
     size = positive(hf, "sliding_window")
-    notes.append(f"every query sees its own and the {size - 1} keys before it (sliding_window)")
+    notes.append(f"in a window a query sees its own and the {size - 1} keys before it")
     return {"window_size": f"{size - 1},0"}
+
+
+def layer_types(hf: HFConfig, kinds: tuple[str, ...]) -> list[str] | None:
+    """The key ``layer_types``: one of ``kinds`` for each layer; None where it is absent."""
+    count = positive(hf, "num_hidden_layers")
+    types: list[str] | None = hf.typed("layer_types", None, list)
+    if types is not None and (len(types) != count or any(kind not in kinds for kind in types)):
+        raise UserError(
+            f"{hf.path}: 'layer_types' has {len(types)} entries; expected {count} "
+            f"('num_hidden_layers'), each {' or '.join(map(repr, kinds))}."
+        )
+    return types
 
 
 def shared_expert(hf: HFConfig, notes: list[str]) -> dict[str, Any]:

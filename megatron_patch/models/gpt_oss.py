@@ -45,16 +45,10 @@ def attention(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
             f"{hf.path}: 'head_dim' is missing. Every size comes from this file: add it "
             f"(transformers would take 64)."
         )
-    count = blocks.positive(hf, "num_hidden_layers")
-    types = hf.typed("layer_types", None, list)
+    types = blocks.layer_types(hf, _KINDS)
     if types is None:
-        types = [_KINDS[i % 2] for i in range(count)]
-        notes.append("layer_types is not in the file: every other layer has a window, the first on")
-    if len(types) != count or any(kind not in _KINDS for kind in types):
-        raise UserError(
-            f"{hf.path}: 'layer_types' has {len(types)} entries; expected {count}, each "
-            f"{' or '.join(map(repr, _KINDS))}."
-        )
+        types = [_KINDS[i % 2] for i in range(blocks.positive(hf, "num_hidden_layers"))]
+        notes.append("layer_types is not in the file: layers 0, 2, 4, ... have a window")
     windows = [int(kind == _KINDS[0]) for kind in types]
     if hf.get("sliding_window") is None and any(windows):
         raise UserError(

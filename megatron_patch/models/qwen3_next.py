@@ -32,16 +32,11 @@ def linear_layers(hf: HFConfig) -> list[bool]:
     """Which layers have Gated DeltaNet: ``layer_types``, else all but every n-th."""
     count = blocks.positive(hf, "num_hidden_layers")
     interval = hf.typed("full_attention_interval", None, int)
-    types = hf.typed("layer_types", None, list)
+    types = blocks.layer_types(hf, _KINDS)
     if interval is not None:
         blocks.positive(hf, "full_attention_interval")
     by_interval = [bool((i + 1) % (interval or 4)) for i in range(count)]
     found = by_interval if types is None else [kind == _KINDS[0] for kind in types]
-    if types is not None and (len(types) != count or any(kind not in _KINDS for kind in types)):
-        raise UserError(
-            f"{hf.path}: 'layer_types' has {len(types)} entries; expected {count}, each "
-            f"{' or '.join(map(repr, _KINDS))}."
-        )
     if interval is not None and found != by_interval:
         raise UserError(
             f"{hf.path}: 'layer_types' and 'full_attention_interval' {interval} disagree. Keep "

@@ -16,7 +16,12 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron_patch.ops.attention import SDPACoreAttention
-from megatron_patch.ops.linear import Norm, NormColumnParallelLinear, ReplicatedLinear
+from megatron_patch.ops.linear import (
+    ExpertRowParallelLinear,
+    Norm,
+    NormColumnParallelLinear,
+    ReplicatedLinear,
+)
 
 
 class TorchSpecProvider(BackendSpecProvider):
@@ -62,7 +67,7 @@ class TorchSpecProvider(BackendSpecProvider):
             SequentialMLP,
             submodules=MLPSubmodules(
                 linear_fc1=ColumnParallelLinear,
-                linear_fc2=RowParallelLinear,
+                linear_fc2=ExpertRowParallelLinear,
                 activation_func=self.activation_func(),
             ),
         )

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
+    RowParallelLinear,
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -167,3 +168,16 @@ class ReplicatedLinear(torch.nn.Module):
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
+
+
+class ExpertRowParallelLinear(RowParallelLinear):
+    """The last layer of an expert that may have a bias.
+
+    Upstream's expert adds its bias in place, which autograd refuses for what a collective of one
+    rank hands through. Source: ``megatron/core/transformer/mlp.py: MLP.forward``.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[tokens, in] -> [tokens, out] and the bias, which the caller adds."""
+        output, bias = super().forward(input_)
+        return (output if bias is None else output.clone()), bias

@@ -42,6 +42,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-moe": configs.QWEN2_MOE,
     # Gated DeltaNet, whose projections have several keys in a checkpoint.
     "qwen3-next": configs.QWEN3_NEXT,
+    # Sinks, biases, windows in every other layer, all experts of a layer in one tensor.
+    "gpt-oss": configs.GPT_OSS
+    | {"num_hidden_layers": 2, "layer_types": None, "output_router_logits": False},
 }
 
 #: The bias would move in the step that is trained.
@@ -83,6 +86,9 @@ CASES = [
     ("qwen2-moe", "tp2-etp2", True),
     pytest.param("qwen3-next", "pp2", False, marks=pytest.mark.slow),
     ("qwen3-next", "tp2-etp2", True),
+    ("gpt-oss", "tp2", True),
+    pytest.param("gpt-oss", "pp2", True, marks=pytest.mark.slow),
+    pytest.param("gpt-oss", "ep2", True, marks=pytest.mark.slow),
 ]
 
 

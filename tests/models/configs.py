@@ -357,7 +357,7 @@ GPT_OSS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 2,
     "num_local_experts": 8,
-    "output_router_logits": False,
+    "output_router_logits": True,
     "pad_token_id": 3,
     "rms_norm_eps": 1e-5,
     "rope_scaling": {
