@@ -44,16 +44,22 @@ def mask_padded_vocab(model: Any, true_vocab_size: int) -> None:
     layer.register_forward_hook(hook, with_kwargs=True)
 
 
-def _split_sinks(stage: Any) -> None:
-    """Tell that every TP rank has sinks of its own, which the norm of the gradients asks for.
+def _say_who_shares(stage: Any) -> None:
+    """Correct what parameters say of the ranks that share their gradients.
 
-    Neither upstream's nor Transformer Engine's attention says so of ``softmax_offset``.
+    Every TP rank has sinks of its own, which the norm of the gradients asks for; neither upstream's
+    nor Transformer Engine's attention says so of ``softmax_offset``. The bias of an expert's last
+    layer is shared by the ranks that share the expert, and by no others; upstream's linear layer
+    says that sequence parallelism splits its gradient over the TP ranks, which then add theirs: the
+    same once more, or those of other experts.
     """
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
     for name, parameter in stage.named_parameters():
         if name.endswith(".softmax_offset") and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        if ".mlp.experts." in name and getattr(parameter, "sequence_parallel", False):
+            parameter.sequence_parallel = False
 
 
 def _add_details(stage: Any, spec: ModelSpec) -> None:
@@ -134,7 +140,7 @@ def model_config(
 
                 compute_without_kernels(stage)
             weigh_by_main_targets(stage)
-            _split_sinks(stage)
+            _say_who_shares(stage)
             stage.fused_loss = None
             if linear_cross_entropy:
                 from megatron_patch.ops import linear_cross_entropy as fused

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from check_family import check_family, resolve
 from configs import GPT_OSS
 
+from megatron_patch.training.model import _say_who_shares
 from megatron_patch.util import UserError
 
 
@@ -31,3 +33,23 @@ def test_other_maths_and_a_loss_that_transformers_does_not_add(tmp_path):
     quiet = resolve(GPT_OSS | {"output_router_logits": False}, tmp_path)
     assert quiet.args["moe_aux_loss_coeff"] == 0.0
     assert any("no load-balancing loss" in note for note in quiet.notes)
+
+
+def test_an_experts_bias_is_shared_by_the_ranks_of_the_expert_only():
+    """Else its gradient is added over TP ranks once more (`test_variant_layouts`, slow)."""
+    stage = torch.nn.Module()
+    names = ("decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.bias",
+             "decoder.layers.0.mlp.router.bias", "decoder.layers.0.core_attention.softmax_offset")  # fmt: skip
+    for name in names:
+        module = stage
+        for part in name.split(".")[:-1]:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = getattr(module, part)
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        parameter.sequence_parallel = "bias" in name
+        module.register_parameter(name.rpartition(".")[2], parameter)
+    _say_who_shares(stage)
+    held = dict(stage.named_parameters())
+    assert [held[name].sequence_parallel for name in names] == [False, True, False]
+    assert held[names[2]].tensor_model_parallel
