@@ -34,8 +34,8 @@ DELTA: dict[str, Any] = COMMON | {
 WINDOW: dict[str, Any] = {key: value for key, value in COMMON.items() if key != "attention_bias"}
 WINDOW |= {"model_type": "mistral", "tie_word_embeddings": True, "sliding_window": 20}
 
-#: Sinks, a window in every other layer, biases everywhere. A clamp that is met would turn noise into
-#: gradients that are there or not.
+#: Sinks, a window in every other layer, biases everywhere. A clamp that is met would turn noise
+#: into gradients that are there or not.
 SINKS: dict[str, Any] = COMMON | {
     "model_type": "gpt_oss",
     "attention_bias": True,

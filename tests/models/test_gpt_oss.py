@@ -38,8 +38,10 @@ def test_other_maths_and_a_loss_that_transformers_does_not_add(tmp_path):
 def test_an_experts_bias_is_shared_by_the_ranks_of_the_expert_only():
     """Else its gradient is added over TP ranks once more (`test_variant_layouts`, slow)."""
     stage = torch.nn.Module()
-    names = ("decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.bias",
-             "decoder.layers.0.mlp.router.bias", "decoder.layers.0.core_attention.softmax_offset")  # fmt: skip
+    layer = "decoder.layers.0."
+    bias = f"{layer}mlp.experts.local_experts.0.linear_fc2.bias"
+    router, sinks = f"{layer}mlp.router.bias", f"{layer}core_attention.softmax_offset"
+    names = (bias, router, sinks)
     for name in names:
         module = stage
         for part in name.split(".")[:-1]:
@@ -52,4 +54,4 @@ def test_an_experts_bias_is_shared_by_the_ranks_of_the_expert_only():
     _say_who_shares(stage)
     held = dict(stage.named_parameters())
     assert [held[name].sequence_parallel for name in names] == [False, True, False]
-    assert held[names[2]].tensor_model_parallel
+    assert held[sinks].tensor_model_parallel
