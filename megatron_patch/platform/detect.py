@@ -55,17 +55,20 @@ def choose(device: str | None = None) -> str:
         device: value of `--device`, or None.
 
     Raises:
-        UserError: a GPU is there or was asked for, and CUDA does not come up; with the reason.
+        UserError: a GPU is there or was asked for, and CUDA does not come up, with the reason;
+            or CPU ranks were asked for beside a GPU that works.
     """
     import torch
 
     if torch.cuda.is_available():
         if device == "cpu":
             raise UserError(
-                "--device cpu, but this machine has a working GPU: CPU ranks are for machines "
-                "without one. Drop the flag"
+                "--device cpu, but this machine has a working GPU: drop the flag, or hide the GPUs "
+                "too (CUDA_VISIBLE_DEVICES=)"
             )
         return "cuda"
+    if device == "cpu":  # said in so many words: no fallback
+        return "cpu"
     evidence, asked = nvidia_device(), asked_for_gpu(device)
     if evidence is None and asked is None:
         return "cpu"

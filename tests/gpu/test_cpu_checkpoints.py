@@ -78,7 +78,8 @@ def cpu_side(kind: str, folder: Path) -> None:
     try:
         start = converted.convert(ranks, config, folder)
         argv = converted.flags(start, folder / "cpu", start.mcore)
-        ranks.run("tests.dist.jobs:train", 1, folder / "job", argv=argv)
+        job = ranks.run("tests.dist.jobs:train", 1, folder / "job", argv=[*argv, "--device", "cpu"])
+        assert job.values[0]["status"] == 0, job.logs[0].read_text()[-3000:]
     finally:
         ranks.close()
     (first,) = metrics.read(folder / "cpu")
