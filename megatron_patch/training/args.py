@@ -298,7 +298,12 @@ def _nothing_to_reduce(c: Context) -> bool:
 
 
 LAUNCH_DEFAULTS: tuple[Default, ...] = (
-    Default("micro_batch_size", 1, "the smallest that always works"),
+    Default(
+        "micro_batch_size",
+        1,
+        "the smallest that always works; on a GPU a dense model with --global-batch-size takes the "
+        "largest of 2, 4 and 8 that fits",
+    ),
     Default("log_interval", 1, "every step is logged"),
     Default("log_throughput", True, "TFLOP/s a GPU on every line"),
     Default(
@@ -537,15 +542,21 @@ def resolve(
         from megatron_patch.training import parallel
 
         chosen, why = parallel.auto_layout(plan)
-        plan = _join(found, own, chosen, *rest)
+        plan = _join(found, own, {AUTO: chosen}, *rest)
         plan.notes += why
+    elif device != "cpu" and not own.sft and plan.source["micro_batch_size"] == LAUNCH_DEFAULT:
+        from megatron_patch.training import parallel
+
+        if micro := parallel.largest_micro_batch(plan):
+            layer = {f"{LAUNCH_DEFAULT} (the largest that fits)": {"micro_batch_size": micro}}
+            plan = _join(found, own, layer, *rest)
     return plan
 
 
 def _join(
     found: dict[str, Given],
     own: OwnFlags,
-    auto: Mapping[str, Any],
+    auto: Mapping[str, Mapping[str, Any]],
     device: str,
     environment: Environment,
     world_size: int,
@@ -581,7 +592,8 @@ def _join(
                 )
     if device == "cpu":
         put({d.dest: d.value for d in CPU_DEFAULTS}, CPU_PLATFORM)
-    put(auto, AUTO)
+    for name, chosen in auto.items():
+        put(chosen, name)
     for dest, given in user.items():
         values[dest], source[dest] = given.value, COMMAND_LINE
         if given.option.megatron is not None and given.option.kind != "bool":

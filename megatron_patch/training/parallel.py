@@ -28,6 +28,7 @@ from megatron_patch.models.rope import is_plain
 from megatron_patch.training import memory
 from megatron_patch.training.args import (
     AUTO,
+    COMMAND_LINE,
     EVALUATION_OFF,
     Plan,
     help_text,
@@ -1129,6 +1130,43 @@ def auto_layout(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     defaults = {"recompute_granularity": None}
     chosen = {d: v for d, v in best.change.items() if not plan.given(d) and defaults.get(d, 0) != v}
     return chosen, notes
+
+
+#: Share of the device that a micro batch nobody asked for may fill, and its tokens a rank at most:
+#: more make no kernel faster.
+ROOMY, MANY_TOKENS = 0.8, 32768
+
+
+def largest_micro_batch(plan: Plan) -> int | None:
+    """The micro batch that a dense model takes where none is given; None leaves it at one.
+
+    Small ones leave a GPU waiting for the CPU that launches its kernels. The batch of a step stays
+    what was asked for, in the same order. A mixture of experts keeps one sequence: its
+    load-balancing loss is computed over the micro batch. With pipeline stages at least four micro
+    batches a stage remain.
+    """
+    values, fixed = plan.values, plan.own.gradient_accumulation_steps
+    if values["num_experts"] or fixed or not values["global_batch_size"]:
+        return None
+    if not plan.source["global_batch_size"].startswith(COMMAND_LINE):
+        return None
+    limit = device_memory(plan)
+    if limit is None:
+        return None
+    rows = values["global_batch_size"] // plan.data_parallel_size
+    pp = values["pipeline_model_parallel_size"]
+    tokens = values["seq_length"] / max(1, values["context_parallel_size"])
+    for micro in (8, 4, 2):
+        trial = {**values, "micro_batch_size": micro}
+        if rows % micro or micro * tokens > MANY_TOKENS or (pp > 1 and rows // micro < 4 * pp):
+            continue
+        try:
+            needed = max(m.total for m in _memory(plan, trial, plan.world_size))
+        except UserError:  # a shape that `check` refuses in words
+            return None
+        if needed <= ROOMY * limit:
+            return micro
+    return None
 
 
 # --- printing ---------------------------------------------------------------------------------

@@ -149,14 +149,46 @@ def test_activations_shrink_in_proportion(tmp_path: Path, flags: str) -> None:
 
 def test_recomputation_and_offloading(tmp_path: Path) -> None:
     model = hf(tmp_path)
-    base = peak(plan(model, "--gbs 64"))
+    base = peak(plan(model, "--gbs 64 --mbs 1"))
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     kept = 36 * 4096 * 4096 * 2 + 4096 * 4096 * 2
-    assert peak(plan(model, f"--gbs 64 {full}")).activations == kept
-    some = peak(plan(model, "--gbs 64 --recompute-granularity selective --recompute-modules mlp"))
+    assert peak(plan(model, f"--gbs 64 --mbs 1 {full}")).activations == kept
+    some = peak(
+        plan(model, "--gbs 64 --mbs 1 --recompute-granularity selective --recompute-modules mlp")
+    )
     assert base.activations - some.activations == 36 * 4096 * 12288 * 6
-    away = peak(plan(model, "--gbs 64 --cpu-offloading"))
+    away = peak(plan(model, "--gbs 64 --mbs 1 --cpu-offloading"))
     assert away.activations < base.activations / 20 and away.host > 0.9 * base.activations
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "micro"),
+    [
+        ("--gbs 64", 8, 8),
+        ("--gbs 64 --mbs 2", 8, 2),  # what is said counts
+        ("--gbs 24", 8, 1),  # three a replica
+        ("--gbs 64 --seq-length 16384", 8, 2),  # no more than 32,768 tokens
+        ("--gbs 64 --seq-length 32768 --cp 8", 8, 8),  # of a rank
+        ("--gbs 64 --pp 2", 8, 2),  # four micro batches a stage stay
+        ("--gbs 64 --gpu-memory 80", 8, 4),
+        ("--gradient-accumulation-steps 8", 8, 1),
+        ("--gbs 64 --device cpu", 1, 1),
+        ("", 8, 1),  # the batch of a step would change with it
+    ],
+)
+def test_a_dense_model_takes_the_largest_micro_batch_that_fits(
+    tmp_path: Path, flags: str, world_size: int, micro: int
+) -> None:
+    model = hf(tmp_path, "qwen3-1.7b", max_position_embeddings=65536)
+    device = "cpu" if "cpu" in flags else "h200"
+    made = plan(model, flags, world_size=world_size, device=device)
+    assert made.values["micro_batch_size"] == micro
+
+
+def test_a_mixture_of_experts_keeps_its_micro_batch(tmp_path: Path) -> None:
+    """Its load-balancing loss is computed over the micro batch."""
+    made = plan(hf(tmp_path, "qwen3-30b-a3b"), "--gbs 64 --ep 8")
+    assert made.values["micro_batch_size"] == 1
 
 
 def test_long_context_terms(tmp_path: Path) -> None:
