@@ -257,13 +257,13 @@ class Context:
     @property
     def validation(self) -> bool:
         """True where the user asked for evaluation or gave validation data."""
+        asked = {"eval_iters", "full_validation"} & self.given
+        if "split" in self.given and self.values["split"] is not None:
+            asked |= {"split"} if any(blend.read_split(self.values["split"])[1:]) else set()
         return bool(
             self.values["valid_data_path"]
             or self.values["per_split_data_args_path"]
-            or (
-                {"eval_iters", "split", "full_validation"} & self.given
-                and self.values["eval_iters"] != 0
-            )
+            or (asked and self.values["eval_iters"] != 0)
         )
 
 

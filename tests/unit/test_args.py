@@ -313,6 +313,11 @@ def test_precision_contradictions(hf: str) -> None:
         plan(hf, "--bf16", "--fp16")
 
 
+def test_a_split_without_validation_does_not_evaluate(hf: str) -> None:
+    assert plan(hf, "--split", "100,0,0").values["eval_iters"] == 0
+    assert plan(hf, "--split", "98,2,0").values["eval_iters"] == 20
+
+
 def test_offloading(hf: str) -> None:
     values = plan(hf, "--cpu-offloading", "--cpu-offloading-optimizer").values
     assert values["cpu_offloading_num_layers"] == 27
