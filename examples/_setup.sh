@@ -18,7 +18,7 @@ _mp_die() { printf 'error: %s\n' "$*" >&2; return 2; }
 # Only looks modules up: a broken Transformer Engine is `megatron-patch info`'s to explain.
 _mp_usable() {
   local python=$1 extras=$2 modules=(megatron.core torch transformers typer orjson)
-  [[ ,$extras, == *,test,* || ,$extras, == *,dev,* ]] && modules+=(pytest hypothesis)
+  [[ ,$extras, == *,test,* || ,$extras, == *,dev,* ]] && modules+=(pytest hypothesis xdist)
   [[ ,$extras, == *,dev,* ]] && modules+=(ruff mypy)
   command -v "$python" >/dev/null 2>&1 || return 1
   "$python" - "${modules[@]}" >/dev/null 2>&1 <<'PY'

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,10 +23,14 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from megatron_patch.platform.detect import nvidia_device  # noqa: E402
+
 
 @cache
 def gpu_count() -> int:
     """CUDA devices of this machine, without initialising CUDA in the test process."""
+    if nvidia_device() is None:
+        return 0
     probe = "import torch; print(torch.cuda.device_count())"
     try:
         answer = subprocess.run(
@@ -45,6 +50,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not gpu_count():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go to whichever process is free, in their order: the long ones of `tests/dist` first.
+
+    A file stays together for the sake of its fixtures, and all of ``tests/gpu`` for the GPU's.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::", 1)[0]
+            return "tests/gpu" if path.startswith("tests/gpu/") else path
+
+    config.option.loadscopereorder = False
+    return FileScheduling(config, log)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ return value must be JSON-able. torchrun itself is tested once, in `test_torchru
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
@@ -236,6 +237,55 @@ def _warm_cuda() -> None:
     assert not torch.cuda.is_initialized(), "an import touched the GPU: ranks could not be forked"
 
 
+#: What a run imports on its way, and each rank would import again.
+_ON_THE_WAY = (
+    "megatron_patch.pretrain",
+    "megatron_patch.sft",
+    "megatron_patch.training.run",
+    "megatron_patch.training.step",
+    "megatron_patch.training.sft",
+    "megatron_patch.training.parallel",
+    "megatron_patch.convert.load",
+    "megatron_patch.convert.plan",
+    "megatron_patch.data.pretrain_dataset",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.helpers",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.libraries",
+    "megatron.core.tokenizers.text.models",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
+    "matplotlib.pyplot",
+    "mpl_toolkits.mplot3d",
+)
+
+
+def _warm_any() -> None:
+    import gc
+    import importlib
+    from functools import cache
+
+    os.environ.setdefault("MPLBACKEND", "agg")
+    for name in _ON_THE_WAY:
+        importlib.import_module(name)
+
+    # Each parser reads the help of its flags out of upstream's sources, the same every time.
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    of_class = cache(
+        lambda source: read(ArgumentGroupFactory.__new__(ArgumentGroupFactory), source)
+    )
+    ArgumentGroupFactory._get_field_docstrings = lambda self, source: dict(of_class(source))
+    from megatron.training.arguments import add_megatron_arguments
+
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    # A rank's collector would touch, and so copy, every page of what was imported here.
+    gc.collect()
+    gc.freeze()
+
+
 def serve(platform: str) -> None:
     """Import what ranks need, then answer jobs from standard input until it ends."""
     import logging
@@ -244,8 +294,7 @@ def serve(platform: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever an import prints is not an answer
     _warm_cuda() if platform == "cuda" else _warm_cpu()
-    import megatron_patch.training.run
-    import megatron_patch.training.step  # noqa: F401
+    _warm_any()
 
     for line in sys.stdin:
         answers.write(json.dumps(_serve_one(json.loads(line))) + "\n")

@@ -8,13 +8,13 @@ import re
 import shlex
 
 import pytest
-from conftest import ROOT, sources, tracked
 
 from megatron_patch import cli
 from megatron_patch.launch import flags as launcher
 from megatron_patch.models import registry as families
 from megatron_patch.training import args
 from megatron_patch.training.flags import OWN_FLAGS, OwnFlags
+from tests.meta.tree import ROOT, sources, tracked
 
 GUIDES = [p for p in tracked() if p.name == "README.md"]
 

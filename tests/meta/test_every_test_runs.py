@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from fnmatch import fnmatch
 
-from conftest import ROOT
+from tests.meta.tree import ROOT
 
 
 def test_every_directory_of_tests_is_searched(request):

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, sources
+
+from tests.meta.tree import ROOT, sources
 
 HEAVY = ("torch", "megatron", "transformers", "transformer_engine", "matplotlib", "tensorboard")
 

@@ -6,7 +6,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from conftest import ROOT, sources
+from tests.meta.tree import ROOT, sources
 
 #: So many consecutive lines of substance in common are a copy.
 RUN = 12

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import tomllib
 
-from conftest import ROOT, sources, tracked
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from megatron_patch import _compat
+from tests.meta.tree import ROOT, sources, tracked
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = [Requirement(text) for text in PROJECT["dependencies"]]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from conftest import ROOT, dotted, sources
-
 from megatron_patch.patches import registry
+from tests.meta.tree import ROOT, dotted, sources
 
 BUDGET = 10
 

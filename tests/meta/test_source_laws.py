@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-from conftest import ROOT, dotted, sources, tracked
-
 from megatron_patch.models import registry as families
+from tests.meta.tree import ROOT, dotted, sources, tracked
 
 #: Names whose value is a size of a model.
 SIZES = re.compile(
