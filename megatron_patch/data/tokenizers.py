@@ -893,10 +893,8 @@ def _finish_tiktoken(
     def remember(engine: Engine, added: Sequence[str]) -> Engine:
         # Kimi counts the characters of a run from its start: pieces would begin to count anew.
         longest = _KIMI_RUN if isinstance(prepare, KimiPieces) else None
-        widths = np.zeros(encoding.n_vocab, dtype=np.int64)
-        for token, number in ranks.items():
-            widths[number] = len(token)
-        return PieceEngine(engine, added, widths=widths, longest=longest)
+        split = ascii_words([pattern.regex], end=r"\Z")
+        return PieceEngine(engine, added, split=split, longest=longest)
 
     def token(text: str | None) -> Token | None:
         return Token(specials[text], text) if text is not None and text in specials else None
@@ -922,9 +920,6 @@ def _finish_tiktoken(
 # an apostrophe. In the split patterns below no match reaches over such a place: a run of letters is
 # not continued by what may stand there ("'" may, in a contraction), and nothing looks back.
 _PIECE = re.compile(r"[^a-zA-Z]*[a-zA-Z]+(?:['\x80-\U0010ffff][^a-zA-Z]*[a-zA-Z]*)*|[^a-zA-Z]+")
-#: The two characters at a cut, and a piece that has a cut before and after it.
-_CUT = re.compile(r"[a-zA-Z][\x00-\x26\x28-\x40\x5b-\x60\x7b-\x7f]")
-_INNER = re.compile(r"[^a-zA-Z'](?s:.*)[a-zA-Z]\Z")
 _LONGEST_PIECE = 64
 _MOST_PIECES = 400_000
 
@@ -938,8 +933,8 @@ class PieceEngine:
     Args:
         reference: The engine that defines the ids.
         added: Texts of the added tokens.
-        widths: Bytes of text that each id stands for, or None. With them, new pieces are encoded
-            together and told apart afterwards; one by one they take twice the time.
+        split: See ``ascii_words``; a new piece of ASCII is then put together from its words, of
+            which far fewer are new than of pieces. None: each new piece goes to the reference.
         longest: A text of more characters is not cut, or None.
     """
 
@@ -948,20 +943,18 @@ class PieceEngine:
         reference: Engine,
         added: Sequence[str],
         *,
-        widths: npt.NDArray[np.int64] | None = None,
+        split: Callable[[str], list[str]] | None = None,
         longest: int | None = None,
     ) -> None:
         self.name = f"{reference.name} with remembered pieces"
         self.reference = reference
         self._heads = sorted({text[:2] for text in added if text})
-        self._head = re.compile("|".join(map(re.escape, self._heads)))
         self._longest = longest
         longest_first = sorted(filter(None, added), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first))) if added else None
-        # Joined pieces may not make up an added token: none may begin with a place of a cut.
-        safe = not any(_CUT.match(head) for head in self._heads)
-        self._widths = widths if safe else None
+        self._split = split
         self._known: dict[str, bytes] = {}
+        self._words: dict[str, bytes] = {}
 
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text."""
@@ -984,44 +977,30 @@ class PieceEngine:
             else np.frombuffer(b"".join(map(look_up, pieces)), dtype=np.uint32)
             for pieces in cut
         ]
-        for piece in new:
-            if len(piece) > _LONGEST_PIECE:  # will hardly come again
-                del known[piece]
+        _forget_long(known, new)
         return result
 
     def _learn(self, pieces: set[str]) -> None:
-        alone = pieces
-        if self._widths is not None:
-            inner, head = _INNER.match, self._head.search
-            together = [
-                piece
-                for piece in pieces
-                if piece.isascii() and inner(piece) and (not self._heads or not head(piece))
-            ]
-            if self._learn_together(together, self._widths):
-                alone = pieces.difference(together)
-        ordered = list(alone)
-        for piece, ids in zip(ordered, self.reference.encode_many(ordered), strict=True):
-            self._known[piece] = ids.astype(np.uint32).tobytes()
+        if self._split is None:
+            self._ask(pieces, self._known)
+            return
+        if len(self._words) > _MOST_PIECES:
+            self._words.clear()
+        known, words = self._known, self._words
+        split = {piece: self._split(piece) for piece in pieces if piece.isascii()}
+        new = {word for found in split.values() for word in found if word not in words}
+        self._ask(new, words)
+        look_up = words.__getitem__
+        for piece, found in split.items():
+            known[piece] = b"".join(map(look_up, found))
+        _forget_long(words, new)
+        self._ask(pieces.difference(split), known)
 
-    def _learn_together(self, pieces: list[str], widths: npt.NDArray[np.int64]) -> bool:
-        """Encode the pieces as one text; returns whether every piece's end is a token's end."""
-        if not pieces:
-            return True
-        step = 1024
-        texts = ["".join(pieces[at : at + step]) for at in range(0, len(pieces), step)]
-        ids = np.concatenate(self.reference.encode_many(texts)).astype(np.uint32)
-        ends = np.cumsum(widths[ids])
-        wanted = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))
-        last = np.searchsorted(ends, wanted)
-        if last[-1] >= ids.size or not np.array_equal(ends[last], wanted):
-            return False
-        data = ids.tobytes()
-        start = 0
-        for piece, stop in zip(pieces, ((last + 1) * 4).tolist(), strict=True):
-            self._known[piece] = data[start:stop]
-            start = stop
-        return True
+    def _ask(self, texts: set[str], known: dict[str, bytes]) -> None:
+        """Have texts encoded by the reference, each on its own."""
+        ordered = list(texts)
+        for text, ids in zip(ordered, self.reference.encode_many(ordered), strict=True):
+            known[text] = ids.astype(np.uint32).tobytes()
 
     def _may_cut(self, text: str) -> bool:
         if self._longest is not None and len(text) > self._longest:
@@ -1035,6 +1014,17 @@ class PieceEngine:
         return any(head in text for head in self._heads)
 
 
+def _forget_long(known: dict[str, bytes], texts: set[str]) -> None:
+    """Drop texts that will hardly come again."""
+    for text in texts:
+        if len(text) > _LONGEST_PIECE:
+            del known[text]
+
+
+_DEEPSEEK_V3 = (  # the last of its three steps
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"""
+    "[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
 _PIECEWISE = frozenset(
     {
         PATTERNS["gpt2"].regex,
@@ -1048,9 +1038,7 @@ _PIECEWISE = frozenset(
         # Qwen3.5
         rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
         rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
-        # DeepSeek V3, the last of three steps
-        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"""
-        "[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+        _DEEPSEEK_V3,
     }
 )
 
@@ -1068,29 +1056,95 @@ def _remember(tokenizer: Any) -> Callable[[Engine, Sequence[str]], Engine] | Non
     splitter = state(tokenizer.pre_tokenizer)
     steps = splitter.get("pretokenizers", [splitter])
     words = False  # whether some step keeps letters apart from what follows them
+    regexes = []
     for step in steps:
         if step.get("type") == "Split":
             regex = _spelled(step.get("pattern", {}).get("Regex", ""))
             if step.get("behavior") != "Isolated" or step.get("invert") or regex not in _SPELLED:
                 return None
             words = words or regex not in _WITHIN_WORDS
+            regexes.append(regex)
         elif step.get("type") == "Digits":
-            continue
+            regexes.append(r"\p{N}" if step.get("individual_digits") else r"\p{N}+")
         elif step.get("type") != "ByteLevel" or step.get("add_prefix_space"):
             return None
-        else:
-            words = words or bool(step.get("use_regex", True))
+        elif step.get("use_regex", True):
+            words = True
+            regexes.append(PATTERNS["gpt2"].regex)
     if not words or steps[-1].get("type") != "ByteLevel":
         return None
+    split = ascii_words(regexes)
+    return lambda engine, added: PieceEngine(engine, added, split=split)
 
-    def build(engine: Engine, added: Sequence[str]) -> Engine:
-        vocab = tokenizer.get_vocab(with_added_tokens=True)
-        widths = np.zeros(max(vocab.values()) + 1, dtype=np.int64)
-        for text, number in vocab.items():
-            widths[number] = len(text)  # the byte-level alphabet has one character a byte
-        return PieceEngine(engine, added, widths=widths)
 
-    return build
+#: General categories, and what of them is ASCII, as the inside of a class of characters.
+_ASCII_OF = {
+    "L": "A-Za-z",
+    "Lu": "A-Z",
+    "Ll": "a-z",
+    "Lt": "",
+    "Lm": "",
+    "Lo": "",
+    "M": "",
+    "N": "0-9",
+    "P": r"""!"#%&'()*,\-./:;?@\[\\\]_{}""",
+    "S": "$+<=>^`|~",
+}
+_HAN = (r"[\p{Han}]+|", r"&&[^\p{Han}]")
+
+
+def ascii_words(steps: Sequence[str], end: str | None = None) -> Callable[[str], list[str]] | None:
+    """Cuts ASCII text where the steps of a pre-tokenizer cut it, by Python's own expressions.
+
+    No step looks back, and what one looks ahead for is the end of white space, so that the ids of
+    a text are those of its words, each on its own.
+
+    Args:
+        steps: Members of ``_PIECEWISE`` and ``_WITHIN_WORDS``, or of digits, each on the words of
+            the one before; what a step does not match is a word, too.
+        end: What ``$`` means in them: libraries differ. None: they have to do without it.
+
+    Returns:
+        The function, or None: a step has a ``$``, and ``end`` does not say what that is.
+    """
+    compiled = []
+    for step in steps:
+        pattern = _ascii_pattern(step, end)
+        if pattern is None:
+            return None
+        if pattern:
+            whole = f"(?:{pattern})|(?:(?!{pattern}).)+"
+            compiled.append(re.compile(whole, re.ASCII | re.DOTALL).findall)
+
+    def split(text: str) -> list[str]:
+        words = [text]
+        for find in compiled:
+            words = [word for part in words for word in find(part)]
+        return words
+
+    return split
+
+
+def _ascii_pattern(regex: str, end: str | None) -> str | None:
+    """The expression for ASCII text; empty: it matches none."""
+    if regex == _IDEOGRAPHS:
+        return ""
+    for part in _HAN:
+        regex = regex.replace(part, "")
+    out: list[str] = []
+    inside = False
+    for token in re.findall(r"\\p\{\w+\}|\\.|[^\\]", regex, re.DOTALL):
+        if token.startswith(r"\p"):
+            found = _ASCII_OF[token[3:-1]]
+            out.append(found if inside else f"[{found}]")
+            continue
+        if token == "$" and not inside:
+            if end is None:
+                return None
+            token = end
+        inside = token == "[" or (inside and token != "]")
+        out.append(token)
+    return "".join(out)
 
 
 def _spelled(regex: str) -> str:
@@ -1098,8 +1152,9 @@ def _spelled(regex: str) -> str:
     return regex.replace("\r", r"\r").replace("\n", r"\n")
 
 
+_IDEOGRAPHS = "[一-龥\u3040-ゟ゠-ヿ]+"
 #: Steps that cut numbers and ideographs out, and leave the rest whole.
-_WITHIN_WORDS = frozenset({r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"})
+_WITHIN_WORDS = frozenset({r"\p{N}{1,3}", _IDEOGRAPHS})
 _SPELLED = frozenset(map(_spelled, _PIECEWISE | _WITHIN_WORDS))
 
 

@@ -431,7 +431,11 @@ def test_line_number_in_a_later_shard(tmp_path: Path, qwen: Path, capsys):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("d.jsonl.gz", gzip.compress(b'{"text": "a b c"}\n' * 9)[:-9], "damaged or cut short"),
+        (
+            "d.jsonl.gz",
+            gzip.compress(b'{"text": "a b c"}\n' * 9, mtime=0)[:-9],
+            "damaged or cut short",
+        ),
         ("d.jsonl.gz", b"no gzip", "damaged or cut short"),
         ("d.jsonl.zst", b"no zstandard", "damaged or cut short"),
         ("d.json", b'[{"text": "a"}, {"text": "b"', "item 2 is not valid JSON"),

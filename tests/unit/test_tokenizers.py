@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -440,40 +441,76 @@ def test_pieces_are_the_text():
         assert "".join(tokenizers._PIECE.findall(text)) == text
 
 
+DIGITS, IDEOGRAPHS = r"\p{N}{1,3}", tokenizers._IDEOGRAPHS
+STEPS = {
+    **{name: [pattern.regex] for name, pattern in tokenizers.PATTERNS.items()},
+    "deepseek": [DIGITS, IDEOGRAPHS, tokenizers._DEEPSEEK_V3],
+    "deepseek-alone": [tokenizers._DEEPSEEK_V3],
+    "digits": [r"\p{N}", tokenizers.PATTERNS["gpt2"].regex],
+    "others": [next(iter(tokenizers._PIECEWISE - {p.regex for p in tokenizers.PATTERNS.values()}))],
+}
+
+
+def ascii_texts(seed: int, count: int) -> list[str]:
+    """Whatever is ASCII of the hard cases, and random ASCII, rich in white space and quotes."""
+    rng = random.Random(seed)
+    pool = [chr(i) for i in range(128)] + [
+        *" \n\r\t'",
+        "  ",
+        "\n\n",
+        "'s",
+        "'LL",
+        "12",
+        "ab",
+        "Ab",
+    ] * 4
+    texts = ["".join(rng.choices(pool, k=rng.randint(1, 24))) for _ in range(count)]
+    return [*filter(str.isascii, adversarial(["<|x|>"], seed=seed)), *texts]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_words_of_ascii_are_the_pre_tokenizers(name: str):
+    from tokenizers import Regex, pre_tokenizers
+
+    regexes = STEPS[name]
+    # In `tokenizers` a `$` is the end of a line, too, and nothing is said of such a pattern.
+    assert (tokenizers.ascii_words(regexes) is None) == (name == "cl100k")
+    split = tokenizers.ascii_words(regexes, end=r"\Z")
+    if name == "cl100k":
+        regexes = [regexes[0].replace("$", r"\z")]
+    steps = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in regexes]
+    theirs = pre_tokenizers.Sequence(steps)
+    for text in ascii_texts(3, 3000):
+        want = [word for word, _ in theirs.pre_tokenize_str(text)]
+        assert split(text) == want, text
+        # Each on its own is one word again: that is how the reference gets it.
+        assert all(split(word) == [word] for word in want), text
+
+
 @pytest.mark.parametrize("name", ["qwen", "llama3", "kimi"])
-def test_pieces_learned_together_and_alone(name: str, made, monkeypatch):
+def test_pieces_learned_by_words_and_alone(name: str, made):
     tokenizer = load(TokenizerRequest("HuggingFaceTokenizer", str(made(name))))
     texts = [*adversarial(tokenizer.special_texts), *fixtures.corpus(200)]
-
-    def known() -> dict[str, bytes]:
-        engine = tokenizer.remember(tokenizer.reference, tokenizer.special_texts)
-        assert engine._widths is not None
+    by_words = tokenizer.remember(tokenizer.reference, tokenizer.special_texts)
+    alone = tokenizers.PieceEngine(tokenizer.reference, tokenizer.special_texts)
+    assert by_words._split is not None and alone._split is None
+    for engine in (by_words, alone):
         engine.encode_many(texts)
-        return engine._known
-
-    joined: list[int] = []
-    real = tokenizers.PieceEngine._learn_together
-
-    def counted(self, pieces, widths):
-        assert real(self, pieces, widths)
-        joined.append(len(pieces))
-        return True
-
-    monkeypatch.setattr(tokenizers.PieceEngine, "_learn_together", counted)
-    together = known()
-    assert sum(joined) > len(together) / 2
-    monkeypatch.setattr(tokenizers.PieceEngine, "_learn_together", lambda *rest: False)
-    assert known() == together
+    assert by_words._known == alone._known
+    assert len(by_words._words) < len(by_words._known)
 
 
 def test_memory_of_pieces_is_bounded(made, monkeypatch):
     monkeypatch.setattr(tokenizers, "_MOST_PIECES", 100)
     tokenizer = load(TokenizerRequest("HuggingFaceTokenizer", str(made("qwen"))))
     engine = tokenizers.PieceEngine(tokenizer.reference, tokenizer.special_texts)
+    by_words = tokenizer.remember(tokenizer.reference, tokenizer.special_texts)
     for number in range(300):
-        engine.encode_many([f"word{number} other {'x' * 100}"])
-    assert len(engine._known) < 120
-    assert all(len(piece) <= 64 for piece in engine._known)
+        for each in (engine, by_words):
+            each.encode_many([f"word{number} other{number:c} {'x' * 100}"])
+    for known in (engine._known, by_words._known, by_words._words):
+        assert len(known) < 120
+        assert all(len(piece) <= 64 for piece in known)
 
 
 def test_text_that_may_not_be_cut_is_not(tmp_path: Path, made):
