@@ -538,18 +538,30 @@ def resolve(
     world_size = _world_size(own, device, world_size)
     rest = (device, environment, world_size, multicast, need_length, data)
     plan = _join(found, own, {}, *rest)
+    offloads = own.cpu_offloading or own.cpu_offloading_optimizer
     if own.parallel == "auto":
         from megatron_patch.training import parallel
 
         chosen, why = parallel.auto_layout(plan)
         plan = _join(found, own, {AUTO: chosen}, *rest)
         plan.notes += why
-    elif device != "cpu" and not own.sft and plan.source["micro_batch_size"] == LAUNCH_DEFAULT:
+    elif (
+        device != "cpu"
+        and not (own.sft or offloads)
+        and plan.source["micro_batch_size"] == LAUNCH_DEFAULT
+    ):
         from megatron_patch.training import parallel
 
         if micro := parallel.largest_micro_batch(plan):
             layer = {f"{LAUNCH_DEFAULT} (the largest that fits)": {"micro_batch_size": micro}}
             plan = _join(found, own, layer, *rest)
+    if offloads:
+        from megatron_patch.training import parallel
+
+        moved, why = parallel.auto_offload(plan)
+        for dest, value in moved.items():
+            plan.values[dest], plan.source[dest] = value, f"{COMMAND_LINE} (offloading as needed)"
+        plan.notes += why
     return plan
 
 
@@ -714,9 +726,6 @@ def _own_to_megatron(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) 
     if own.cpu_offloading and not plan.given("cpu_offloading_num_layers"):
         layers = (values["num_layers"] or 2) - 1
         put({"cpu_offloading_num_layers": layers}, f"{COMMAND_LINE} (--cpu-offloading)")
-        plan.notes.append(
-            f"--cpu-offloading: activations of {layers} of {layers + 1} layers go to host memory"
-        )
     if own.cpu_offloading_optimizer:
         wanted_true = (
             "optimizer_cpu_offload",

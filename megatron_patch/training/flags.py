@@ -420,7 +420,8 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "cpu_offloading",
         "flag",
         _MEMORY,
-        "keep activations of all layers but one in host memory",
+        "keep activations in host memory, of as many layers as do not fit; of N with "
+        "--cpu-offloading-num-layers N",
     ),
     OwnFlag(
         "--cpu-offloading-optimizer",
@@ -428,7 +429,8 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "cpu_offloading_optimizer",
         "flag",
         _MEMORY,
-        "keep optimizer states in host memory and update there, overlapped",
+        "keep optimizer states in host memory and update there, overlapped: as many as do not fit, "
+        "or the share --optimizer-offload-fraction F",
     ),
     OwnFlag(
         "--backend",

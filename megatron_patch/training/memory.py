@@ -708,8 +708,10 @@ def memory(
             optimizer = float(state * count)
         host = 0.0
         if values["optimizer_cpu_offload"]:
-            host = optimizer * values["optimizer_offload_fraction"]
-            optimizer -= host
+            moved = optimizer * values["optimizer_offload_fraction"]
+            optimizer -= moved
+            # Beside the states a float32 copy of the gradients, made at the first step.
+            host = moved * (state + 4) / state
         flight = in_flight(sizes, vpp, index, steps)
         kept, working, offloaded = _stage_activations(values, sizes, stage, flight)
         logits = 0.0

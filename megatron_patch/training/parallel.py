@@ -684,6 +684,8 @@ def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Repo
         warnings += [] if sure else [f"estimated: {text}" for text in large]
         if large and plan.own.lora_rank is not None:
             warnings.append("the estimate is that of training every weight; adapters need less")
+        if worst.host and plan.device == "cuda":
+            refusals += _host_refusals(plan, worst)
         if TIGHT * limit < worst.total <= limit:
             warnings.append(
                 f"memory is tight: {human_bytes(worst.total)} of {human_bytes(limit)} estimated"
@@ -793,6 +795,18 @@ def end_warnings(plan: Plan) -> list[str]:
 def _memory(plan: Plan, values: Mapping[str, Any], world: int) -> list[Memory]:
     """Memory of every stage, at these values in place of the plan's."""
     return memory.memory(values, world, plan.device, linear_cross_entropy=plan.linear_cross_entropy)
+
+
+def _host_refusals(plan: Plan, worst: Memory) -> Iterator[str]:
+    """Offloading that needs more memory than this machine has."""
+    total = host_memory()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", min(plan.world_size, 8)))
+    if total is not None and worst.host * local > total:
+        yield (
+            f"offloading puts {human_bytes(worst.host)} of each of {local} ranks into host memory, "
+            f"and this machine has {human_bytes(total)}; a smaller --optimizer-offload-fraction or "
+            "--cpu-offloading-num-layers, or --recompute-granularity full, is needed"
+        )
 
 
 def _too_large(plan: Plan, worst: Memory, limit: int) -> list[str]:
@@ -1167,6 +1181,75 @@ def largest_micro_batch(plan: Plan) -> int | None:
         if needed <= ROOMY * limit:
             return micro
     return None
+
+
+#: Steps of the fraction of the optimizer's states that is moved.
+_TWENTIETHS = tuple(n / 20 for n in range(21))
+
+
+def auto_offload(plan: Plan) -> tuple[dict[str, Any], list[str]]:
+    """How much ``--cpu-offloading`` and ``--cpu-offloading-optimizer`` move: no more than needed.
+
+    States of the optimizer go first: they cross the bus once a step, activations with every micro
+    batch. What the user gave in numbers stays; where the device's memory is unknown all is moved.
+
+    Returns:
+        Megatron dest -> value, and notes that say why.
+    """
+    values, limit = plan.values, device_memory(plan)
+    free = {
+        "optimizer_offload_fraction": plan.own.cpu_offloading_optimizer,
+        "cpu_offloading_num_layers": plan.own.cpu_offloading,
+    }
+    free = {dest: on and not plan.given(dest) for dest, on in free.items()}
+    if plan.own.cpu_offloading and plan.source["cpu_offloading_num_layers"].endswith(
+        "(--cpu-offloading)"
+    ):
+        free["cpu_offloading_num_layers"] = True
+    if not any(free.values()) or limit is None or plan.device == "cpu" or any(_shape(values)):
+        return {}, []
+    if any(_offload_refusals(plan)):
+        return {}, []
+    layers = values["cpu_offloading_num_layers"] if free["cpu_offloading_num_layers"] else 0
+    fractions = _TWENTIETHS if free["optimizer_offload_fraction"] else (None,)
+    trials = [(fraction, 0) for fraction in fractions]
+    trials += [(fractions[-1], count) for count in range(1, layers + 1)]
+    found = total = None
+    for fraction, count in trials:
+        change: dict[str, Any] = {}
+        if fraction is not None:
+            change["optimizer_offload_fraction"] = fraction
+            change["optimizer_cpu_offload"] = fraction > 0
+        if free["cpu_offloading_num_layers"]:
+            change["cpu_offloading_num_layers"] = count
+        try:
+            total = max(m.total for m in _memory(plan, {**values, **change}, plan.world_size))
+        except UserError:
+            return {}, []  # said by the check
+        found = change
+        if total <= TIGHT * limit:
+            break
+    assert found is not None and total is not None
+    if found.get("optimizer_cpu_offload") is False:
+        found |= {"use_precision_aware_optimizer": False, "overlap_cpu_optimizer_d2h_h2d": False}
+        del found["optimizer_offload_fraction"]
+    moved = []
+    if "optimizer_offload_fraction" in found:
+        moved.append(f"{found['optimizer_offload_fraction']:.0%} of the optimizer's states")
+    if found.get("cpu_offloading_num_layers"):
+        moved.append(f"the activations of {found['cpu_offloading_num_layers']} layers")
+    asked = [
+        flag
+        for flag, on in (
+            ("--cpu-offloading", plan.own.cpu_offloading),
+            ("--cpu-offloading-optimizer", plan.own.cpu_offloading_optimizer),
+        )
+        if on
+    ]
+    room = f"{human_bytes(total)} of {human_bytes(limit)} are then estimated"
+    words = " and ".join(moved) + " move to host memory" if moved else "nothing has to be moved"
+    numbers = "--optimizer-offload-fraction and --cpu-offloading-num-layers take numbers"
+    return found, [f"{' '.join(asked)}: {words}; {room} ({numbers})"]
 
 
 # --- printing ---------------------------------------------------------------------------------

@@ -319,7 +319,8 @@ def test_a_split_without_validation_does_not_evaluate(hf: str) -> None:
 
 
 def test_offloading(hf: str) -> None:
-    values = plan(hf, "--cpu-offloading", "--cpu-offloading-optimizer").values
+    small = ["--cpu-offloading", "--cpu-offloading-optimizer", "--gpu-memory", "4"]
+    values = plan(hf, *small).values
     assert values["cpu_offloading_num_layers"] == 27
     assert values["optimizer_cpu_offload"] and values["use_precision_aware_optimizer"]
     assert plan(hf, "--cpu-offloading-optimizer", "--optimizer-offload-fraction", "0.5").values[

@@ -133,8 +133,9 @@ def test_optimizer_is_sharded_over_data_and_context(tmp_path: Path) -> None:
     assert peak(both).optimizer == pytest.approx(one / 8, rel=1e-6)
     whole = plan(model, "--gbs 64 --no-use-distributed-optimizer", world_size=8)
     assert peak(whole).optimizer == one
-    away = peak(plan(model, "--gbs 64 --cpu-offloading-optimizer", world_size=8))
-    assert away.optimizer == 0 and away.host == pytest.approx(one / 8, rel=1e-6)
+    flags = "--gbs 64 --cpu-offloading-optimizer --optimizer-offload-fraction 1"
+    away = peak(plan(model, flags, world_size=8))
+    assert away.optimizer == 0 and away.host == pytest.approx(one / 8 * 16 / 12, rel=1e-6)
 
 
 @pytest.mark.parametrize("flags", ["--tp 2", "--cp 2", "--mbs 1"])
@@ -157,7 +158,7 @@ def test_recomputation_and_offloading(tmp_path: Path) -> None:
         plan(model, "--gbs 64 --mbs 1 --recompute-granularity selective --recompute-modules mlp")
     )
     assert base.activations - some.activations == 36 * 4096 * 12288 * 6
-    away = peak(plan(model, "--gbs 64 --mbs 1 --cpu-offloading"))
+    away = peak(plan(model, "--gbs 64 --mbs 1 --cpu-offloading-num-layers 35"))
     assert away.activations < base.activations / 20 and away.host > 0.9 * base.activations
 
 
@@ -694,6 +695,27 @@ def test_checkpoints_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert said(3 * size, report=keeps) == (0, 0), "a new one is written before an old one goes"
     adapters = plan(hf(tmp_path), f"{flags} --sft --lora-rank 8")
     assert said(size - 1, report=adapters) == (0, 0)
+
+
+def test_no_more_is_offloaded_than_does_not_fit(tmp_path: Path) -> None:
+    model = hf(tmp_path)
+    flags = "--gbs 8 --mbs 1 --cpu-offloading-optimizer"
+    one = plan(model, flags, world_size=1)
+    fraction = one.values["optimizer_offload_fraction"]
+    limit = parallel.TIGHT * parallel.device_memory(one)  # type: ignore[operator]
+    assert parallel.check(one).memory.total <= limit and 0 < fraction < 1
+    less = plan(model, f"{flags} --optimizer-offload-fraction {fraction - 0.05}", world_size=1)
+    assert parallel.check(less).memory.total > limit
+    assert any(f"{fraction:.0%} of the optimizer's states" in note for note in one.notes)
+    assert parallel.check(one).ok
+    long = "--gbs 8 --mbs 1 --cpu-offloading --cpu-offloading-optimizer --seq-length 32768"
+    both = plan(model, long, world_size=1)
+    assert both.values["optimizer_offload_fraction"] == 1.0
+    assert 0 < both.values["cpu_offloading_num_layers"] < 35
+    small = plan(model, flags, world_size=8)
+    assert not small.values["optimizer_cpu_offload"]
+    assert not small.values["use_precision_aware_optimizer"]
+    assert any("nothing has to be moved" in note for note in small.notes)
 
 
 # --- attention backend --------------------------------------------------------------------------

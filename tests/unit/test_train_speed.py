@@ -30,12 +30,27 @@ def test_flops_of_a_published_model(bench: ModuleType) -> None:
     assert bench.flops_per_token(config, 4096) == pytest.approx(6 * weights + attention)
 
 
+def test_flops_of_a_mixture_count_the_chosen_experts(bench: ModuleType) -> None:
+    path = ROOT / "tests" / "fixtures" / "configs" / "qwen3-30b-a3b.json"
+    config = json.loads(path.read_text()) | {"num_hidden_layers": 8}
+    attention = 2048 * 128 * (32 + 4 + 4) + 32 * 128 * 2048
+    layer = attention + 8 * 3 * 2048 * 768 + 2048 * 128
+    weights = 8 * layer + 2048 * 151936
+    scores = 8 * 32 * 128 * 4096 / 2 * 2 * 2 * 3
+    assert bench.flops_per_token(config, 4096) == pytest.approx(6 * weights + scores)
+
+
 def test_cases(bench: ModuleType) -> None:
     assert bench.parse_case("ours,mbs=8,fp8=delayed,x") == (
         "ours",
         8,
         ["--fp8", "delayed", "--x"],
     )
+    assert bench.parse_case("ours,recompute-modules=mlp+layernorm")[2] == [
+        "--recompute-modules",
+        "mlp",
+        "layernorm",
+    ]
     with pytest.raises(ValueError, match="liger case takes mbs only"):
         bench.parse_case("liger,fp8=delayed")
     with pytest.raises(ValueError, match="no case 'theirs'"):

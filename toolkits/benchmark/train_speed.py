@@ -9,14 +9,24 @@ by half its square) and compared with a matrix product that is measured in the s
     python toolkits/benchmark/train_speed.py --hf-model DIR --output-dir OUT \
         ours,mbs=8 ours,mbs=4,fp8=tensorwise stock,mbs=4 liger,mbs=4 liger-fp32,mbs=4
 
-A case is NAME[,mbs=N][,FLAG=VALUE...]. NAME is
+A case is NAME[,mbs=N][,FLAG=VALUE...], several values of a flag joined by `+`. NAME is
 
     ours        the defaults of the launchers; FLAG=VALUE are its flags (backend=torch, fp8=...)
     stock       what Megatron-Core does without this library's levers: no linear + cross-entropy
                 fusion, its own kernels, its looks for NaN, and no gradient-accumulation fusion,
-                which it refuses without Apex
+                which it refuses without Apex. A mixture of experts runs as in its MoE guide:
+                alltoall dispatcher, grouped products, no fused permutation or routing
     liger       transformers + Liger kernels, weights and AdamW states in bf16
     liger-fp32  the same with fp32 weights and states under bf16 autocast: the like-for-like
+
+Layers of a model that is too large, long sequences, and what offloading costs:
+
+    train_speed.py --hf-model QWEN3_30B_A3B --layers 8 --output-dir OUT ours,mbs=2 stock,mbs=2
+    train_speed.py --hf-model QWEN3_1.7B --seq-length 131072 --global-batch-size 2 --steps 4 \
+        --warm-up 2 --output-dir OUT \
+        ours,mbs=1,recompute-granularity=selective,recompute-modules=mlp
+    train_speed.py --hf-model QWEN3_8B --global-batch-size 8 --steps 5 --warm-up 2 \
+        --output-dir OUT ours,mbs=1 ours,mbs=1,cpu-offloading-optimizer
 """
 
 from __future__ import annotations
@@ -45,6 +55,8 @@ STOCK = (
     *("--linear-cross-entropy", "off", "--fused-kernels", "off"),
     *("--no-gradient-accumulation-fusion", "--rerun-mode", "disabled"),
 )
+STOCK_MOE = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
+STOCK_MOE += ("--no-moe-permute-fusion", "--no-moe-router-fusion")
 DEFAULT = ("ours,mbs=4", "ours,mbs=8", "stock,mbs=4", "liger,mbs=4", "liger-fp32,mbs=4")
 VERSIONS = ("torch", "megatron-core", "transformer-engine", "transformers", "liger-kernel")
 
@@ -97,7 +109,7 @@ def parse_case(text: str) -> tuple[str, int, list[str]]:
         if key == "mbs":
             micro = int(value)
         else:
-            flags += [f"--{key}", *([value] if equals else [])]
+            flags += [f"--{key}", *(value.split("+") if equals else [])]
     if flags and name.startswith("liger"):
         raise UserError(f"{text}: a liger case takes mbs only")
     return name, micro, flags
@@ -115,8 +127,11 @@ def run_ours(options: argparse.Namespace, case: str, data: str, folder: Path) ->
         last = options.steps - 1
         given += ["--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
         given += ["--profile-step-start", str(last - 1), "--profile-step-end", str(last)]
+    config = json.loads((Path(options.hf_model) / "config.json").read_text())
     if name == "stock":
-        given += STOCK
+        given += [*STOCK, *(STOCK_MOE if config.get("num_experts") else ())]
+    if options.seq_length > config["max_position_embeddings"]:
+        given += ["--max-position-embeddings", str(options.seq_length)]
     status = start.ranks("pretrain", options.gpus, [*given, *flags], folder.with_suffix(".log"))
     if status:
         raise RuntimeError(f"status {status}")
@@ -225,6 +240,7 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=4, help="steps left out")
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--global-batch-size", type=int, default=16)
+    parser.add_argument("--layers", type=int, help="so many layers of the model; default: all")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of ours and stock")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
     parser.add_argument(
@@ -249,6 +265,11 @@ def main() -> int:
     if data is None:
         data = start.demo_text(out)
     config = json.loads((Path(options.hf_model) / "config.json").read_text())
+    if options.layers:
+        config["num_hidden_layers"] = options.layers
+        (out / "model").mkdir(exist_ok=True)
+        atomic_write(out / "model" / "config.json", json.dumps(config))
+        options.hf_model = str(out / "model")
     flops = flops_per_token(config, options.seq_length)
     import torch
 
