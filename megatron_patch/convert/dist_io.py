@@ -221,8 +221,12 @@ class _MetadataReader(pickle.Unpickler):
         return type(name, (_Inert,), {})
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path, *, whole: bool = True) -> Checkpoint:
     """Read ``.metadata`` and check that every file it names is as long as it says.
+
+    Args:
+        folder: Directory of the step.
+        whole: False: leave the check to :func:`incomplete`.
 
     Raises:
         UserError: The metadata cannot be read, or a file is missing or cut off.
@@ -260,8 +264,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise
     except Exception as error:
         raise UserError(f"{path}: cannot be read ({error!r}). Copy the directory again.") from None
-    _check_files(path, places.values())
-    return Checkpoint(folder, tensors, objects)
+    checkpoint = Checkpoint(folder, tensors, objects)
+    for problem in incomplete(checkpoint) if whole else ():
+        raise UserError(f"{problem}; {path} lists it. Copy the checkpoint again.")
+    return checkpoint
 
 
 def _transformed(path: Path, info: Any) -> bool:
@@ -270,16 +276,21 @@ def _transformed(path: Path, info: Any) -> bool:
     return False
 
 
-def _check_files(path: Path, records: Iterable[Record]) -> None:
+def incomplete(checkpoint: Checkpoint) -> list[str]:
+    """Files that are missing or cut off, in words."""
+    records = [c.record for e in checkpoint.tensors.values() for c in e.chunks]
     ends: dict[Path, int] = {}
-    for record in records:
+    for record in [*records, *checkpoint.objects.values()]:
         end = record.offset + record.length
         ends[record.path] = max(end, ends.get(record.path, 0))
+    problems = []
     for file, end in sorted(ends.items()):
         size = file.stat().st_size if file.exists() else None
-        if size is None or size < end:
-            state = "is missing" if size is None else f"has {size} bytes, {end} are needed"
-            raise UserError(f"{file} {state}; {path} lists it. Copy the checkpoint again.")
+        if size is None:
+            problems.append(f"{file} is missing")
+        elif size < end:
+            problems.append(f"{file} has {size} bytes, {end} are needed")
+    return problems
 
 
 class _Part(io.RawIOBase):

@@ -42,9 +42,16 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Step, layout, optimizer format and sizes, from the metadata and the run's own arguments.
 
     Args:
-        checkpoint: as `dist_io.read_checkpoint` gives it: no file is missing or cut off.
+        checkpoint: as `dist_io.read_checkpoint` gives it, also where files are missing.
     """
-    common = dist_io.read_common(checkpoint)
+    missing = dist_io.incomplete(checkpoint)
+    common: dict[str, Any] = {}
+    try:
+        common = dist_io.read_common(checkpoint)
+    except (UserError, OSError) as problem:
+        if not missing:
+            raise
+        missing.append(f"the run's own arguments cannot be read ({problem})")
     args = getattr(common.get("args"), "__dict__", {})
     sizes: Counter[str] = Counter()
     for key, entry in checkpoint.tensors.items():
@@ -57,7 +64,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         form = "fully reshardable" if resharded else "for the layout that wrote it"
     return {
         "folder": str(checkpoint.folder),
-        "step": common.get("iteration"),
+        "step": common.get("iteration", _step_of(checkpoint.folder)),
         "samples": args.get("consumed_train_samples"),
         "layout": {name: args[dest] for dest, name in _LAYOUT if args.get(dest)},
         "precision": next((p for p in ("bf16", "fp16") if args.get(p)), "fp32"),
@@ -66,7 +73,14 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "weights_bytes": sizes["weights"],
         "optimizer_bytes": sizes["optimizer"],
         "files": len(records),
+        "missing": missing,
     }
+
+
+def _step_of(folder: Path) -> int | None:
+    """The step by the directory's name."""
+    name = folder.resolve().name
+    return int(name[5:]) if name.startswith("iter_") and name[5:].isdecimal() else None
 
 
 @dataclass(frozen=True)
@@ -133,34 +147,41 @@ def verify(checkpoint: Checkpoint, workers: int = 2) -> Iterator[tuple[int, int,
 
 
 def _steps(directory: Path) -> list[str]:
-    """One line for every step beside the one that is shown."""
-    from megatron_patch.training import resume
+    """One line for every step beside the one that is shown, with what points to it."""
+    from megatron_patch.training import keep, resume
 
     for place in (directory, directory / "checkpoints"):
         found = sorted(p for p in place.glob("iter_*") if p.is_dir())
-        if found:
-            whole = set(resume.steps(place))
-            return [
-                f"{p.name}  {human_bytes(sum(f.stat().st_size for f in p.iterdir())):>9}"
-                + ("" if p.name in whole else "  unfinished: its save was interrupted")
-                for p in found
-            ]
+        if not found:
+            continue
+        whole = set(resume.steps(place))
+        names: dict[str, list[str]] = {}
+        for link in (keep.LATEST, keep.BEST):
+            if (place / link).is_symlink():
+                names.setdefault((place / link).resolve().name, []).append(link)
+        return [
+            f"{p.name}  {human_bytes(sum(f.stat().st_size for f in p.iterdir())):>9}"
+            + "".join(f"  {name}" for name in names.get(p.name, []))
+            + ("" if p.name in whole else "  unfinished: its save was interrupted")
+            for p in found
+        ]
     return []
 
 
 def _show(directory: Path, as_json: bool) -> int:
-    checkpoint = dist_io.read_checkpoint(dist_io.find_checkpoint(directory))
+    checkpoint = dist_io.read_checkpoint(dist_io.find_checkpoint(directory), whole=False)
     found = describe(checkpoint)
+    status = 1 if found["missing"] else 0
     if as_json:
         print(json.dumps(found, indent=1))
-        return 0
+        return status
     print(found["folder"])
     layout = ", ".join(f"{name} {value}" for name, value in found["layout"].items())
     rows = (
         ("step", "a converted model" if found["step"] is None else found["step"]),
         ("sequences read", found["samples"]),
         ("written by", layout),
-        ("precision", found["precision"]),
+        ("precision", found["precision"] if layout else None),
         ("weights", f"{human_bytes(found['weights_bytes'])} in {found['files']} files"),
         ("optimizer", f"{human_bytes(found['optimizer_bytes'])}, {found['optimizer']}"),
         ("tensors", found["tensors"]),
@@ -168,9 +189,11 @@ def _show(directory: Path, as_json: bool) -> int:
     for name, value in rows:
         if value not in (None, ""):
             print(f"  {name:<15} {value}")
+    for line in found["missing"]:
+        print(f"INCOMPLETE {line}")
     for line in _steps(directory):
         print(line)
-    return 0
+    return status
 
 
 def _verify(directory: Path, workers: int) -> int:
@@ -206,10 +229,12 @@ def _verify(directory: Path, workers: int) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """`megatron-patch ckpt show|verify DIR`; 1 for a damaged checkpoint."""
+    """`megatron-patch ckpt show|verify DIR`; 1 for an incomplete or damaged checkpoint."""
     parser = argparse.ArgumentParser(prog="megatron-patch ckpt", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("show", help="step, layout, optimizer format, sizes, other steps")
+    show = commands.add_parser(
+        "show", help="step, layout, optimizer format, sizes, missing files, other steps"
+    )
     show.add_argument("--json", action="store_true", help="for programs")
     check = commands.add_parser("verify", help="compare every byte with its checksum")
     check.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), metavar="N")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 
@@ -94,4 +96,55 @@ def datasets_provider(
         return mpu.get_tensor_model_parallel_rank() == 0 and needs_batch(model_config, vp_stage)
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(kind, wanted, on_this_rank, dataset_config(args)).build()
+    config = dataset_config(args)
+    built = BlendedMegatronDatasetBuilder(kind, wanted, on_this_rank, config).build()
+    if built[0] is not None:
+        _TRAINING.append(built[0])
+    return built
+
+
+#: The training data as this process reads it.
+_TRAINING: list[Any] = []
+
+
+def naming(number: int) -> Callable[[], str]:
+    """Says, if asked, which sequences are in this rank's micro-batch of the step under way.
+
+    Args:
+        number: of the micro-batch in the step, from 0.
+    """
+    from megatron.training import get_args
+
+    return functools.partial(_name, get_args().consumed_train_samples, number)
+
+
+def _name(consumed: int, number: int) -> str:
+    """The sequences of a micro-batch; see upstream's `MegatronPretrainingSampler`."""
+    from megatron.core import mpu
+    from megatron.training import get_args
+
+    args = get_args()
+    size, replicas = args.micro_batch_size, mpu.get_data_parallel_world_size()
+    first = consumed + (number * replicas + mpu.get_data_parallel_rank()) * size
+    if args.dataloader_type != "single":
+        return f"micro-batch {number} (--dataloader-type {args.dataloader_type}: in no fixed order)"
+    return "; ".join(f"sequence {i}{_place(i)}" for i in range(first, first + size))
+
+
+def _place(index: int) -> str:
+    """Where a sequence of the run's order comes from: data set and documents."""
+    data = _TRAINING[-1] if _TRAINING else None
+    if data is None:
+        return ""
+    if hasattr(data, "dataset_sample_index"):  # a blend
+        part = data.datasets[int(data.dataset_index[index])]
+        data, index = part, int(data.dataset_sample_index[index])
+    try:
+        at = int(data.shuffle_index[index])
+        (first, offset), (last, end) = (map(int, data.sample_index[at + i]) for i in (0, 1))
+        documents = [int(d) for d in data.document_index[first : last + (end > 0)]]
+        prefix = data.dataset.path_prefix
+    except (AttributeError, IndexError, TypeError):
+        return ""  # mock data has no documents
+    shown = ", ".join(map(str, documents[:4])) + (", ..." if len(documents) > 4 else "")
+    return f" ({prefix}, document {shown} from token {offset})"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_patch import _compat
 from megatron_patch.data import blend
 from megatron_patch.patches.tracker_file import TRACKER
-from megatron_patch.training import resume
+from megatron_patch.training import resume, saves
 from megatron_patch.training.flags import (
     DEVICES,
     FINE_TUNING,
@@ -61,12 +61,14 @@ class Environment:
     Attributes:
         te: Transformer Engine.
         deep_ep: DeepEP's dispatcher for expert parallelism.
+        resiliency: nvidia-resiliency-ext, which has a checkpoint writer.
         assumed: True where the run happens elsewhere and this is what a GPU image has.
     """
 
     te: bool
     deep_ep: bool
     assumed: bool = False
+    resiliency: bool = False
 
     @classmethod
     def detect(cls) -> Environment:
@@ -78,6 +80,7 @@ class Environment:
         return cls(
             te=there("transformer_engine"),
             deep_ep=there("deep_ep"),
+            resiliency=there("nvidia_resiliency_ext"),
         )
 
 
@@ -169,6 +172,15 @@ class Plan:
     def given(self, dest: str) -> bool:
         """Whether the user's command line set ``dest``."""
         return self.source[dest].startswith(COMMAND_LINE)
+
+    @property
+    def save_minutes(self) -> float | None:
+        """Minutes between checkpoints; None where steps alone decide, or nothing is saved."""
+        if not self.own.output_dir:
+            return None
+        if self.own.save_every_minutes is not None:
+            return self.own.save_every_minutes
+        return None if self.given("save_interval") else saves.MINUTES
 
     @property
     def data_parallel_size(self) -> int:
@@ -459,7 +471,16 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
         lambda c: SKIP if c.own.output_dir else "disabled",
         "a step that gave NaN is saved and run again; without --output-dir there is nowhere to",
     ),
-    Default("save_interval", 500, "steps between checkpoints; the last step is always saved"),
+    Default(
+        "use_persistent_ckpt_worker",
+        lambda c: True if c.values["async_save"] else SKIP,
+        "upstream switches --async-save off without it",
+    ),
+    Default(
+        "async_strategy",
+        lambda c: "mcore" if c.values["async_save"] and not c.environment.resiliency else SKIP,
+        "nvrx is nvidia-resiliency-ext's writer, which is not installed",
+    ),
     Default(
         "exit_signal_handler",
         lambda c: True if c.own.output_dir else SKIP,
@@ -948,6 +969,8 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
     own_load = plan.given("load")
     if own.keep_every is not None and own.keep_last is None:
         raise UserError("--keep-every has no effect without --keep-last; all checkpoints stay")
+    if own.save_every_minutes is not None and not own.output_dir:
+        raise UserError("--save-every-minutes has no effect without --output-dir")
     if own.keep_last is not None and not own.output_dir:
         raise UserError("--keep-last has no effect without --output-dir; nothing is saved")
     if own.keep_last is not None and plan.given("save_retain_interval"):
@@ -1142,6 +1165,7 @@ def _length(
         _sft_length(plan, unit, amount, said, put, data)
         if plan.run is not None:
             _go_on(plan, put)
+            _cadence(plan, put)
         return
     data_tokens = _epoch_tokens(plan, required=unit == "epochs")
     if unit == "epochs":
@@ -1174,6 +1198,15 @@ def _length(
     plan.run = RunLength(iters, samples, tokens, epochs, said, data_tokens)
     _warmup(plan, put)
     _go_on(plan, put)
+    _cadence(plan, put)
+
+
+def _cadence(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
+    """Checkpoints by the clock only, unless the user asked for steps: the last one is saved."""
+    assert plan.run is not None
+    if plan.source["save_interval"] == MEGATRON_DEFAULT:
+        # Upstream divides by it after the last step.
+        put({"save_interval": plan.run.iters}, LAUNCH_DEFAULT)
 
 
 def _go_on(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:

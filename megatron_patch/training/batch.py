@@ -6,6 +6,7 @@ length divided by the context-parallel size. Stages that need no tensor get None
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_patch.training import metrics
 from megatron_patch.util import UserError
 
 if TYPE_CHECKING:
@@ -54,6 +56,15 @@ def _check_ids(tokens_bs: Tensor, vocab_size: int) -> None:
         )
 
 
+def _next(data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The next item; the wait for it is one of the step's figures."""
+    begun = time.perf_counter()
+    item = next(data_iterator)
+    if metrics.RECORDER is not None:
+        metrics.RECORDER.data_wait += time.perf_counter() - begun
+    return item
+
+
 def get_batch(
     data_iterator: Iterator[dict[str, Tensor]], config: Any, vp_stage: int | None
 ) -> dict[str, Tensor | None]:
@@ -77,7 +88,7 @@ def get_batch(
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tp_rank == 0:
-        item = next(data_iterator)
+        item = _next(data_iterator)
         _check_ids(item["tokens"], args.vocab_size or args.padded_vocab_size)
         batch = {
             key: item[key].cuda(non_blocking=True) if item.get(key) is not None else None
@@ -228,7 +239,7 @@ _EDGES = ("rooms", "real", "samples", "scale")
 
 def _row(data_iterator: Iterator[dict[str, Tensor]], wanted: list[str]) -> dict[str, Tensor]:
     """A row from the loader, without its batch dimension, on the CPU."""
-    item = next(data_iterator)
+    item = _next(data_iterator)
     if item["tokens"].shape[0] != 1:
         raise UserError(
             "packed samples come one row at a time: --micro-batch-size 1 (raise "

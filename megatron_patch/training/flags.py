@@ -551,12 +551,24 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         default="auto: on for GPUs, in the layers that they cover",
     ),
     OwnFlag(
+        "--save-every-minutes",
+        ("--save-interval-minutes", "--save-interval-in-mins"),
+        "save_every_minutes",
+        "float",
+        _RUN,
+        "minutes between checkpoints by rank 0's clock; with --save-interval both count. One that "
+        "is due shortly before an evaluation waits for it",
+        "X",
+        default="30; none where --save-interval is given",
+    ),
+    OwnFlag(
         "--keep-last",
         (),
         "keep_last",
         "int",
         _RUN,
-        "keep the newest N checkpoints, and remove older ones once a newer one is whole",
+        "keep the newest N checkpoints, and remove older ones once a newer one is whole; the best "
+        "by validation loss and the last before a jump of the loss stay as well",
         "N",
         default="all",
     ),
@@ -576,6 +588,26 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "flag",
         _RUN,
         "before a start from a checkpoint: compare every byte of it with its checksum",
+    ),
+    OwnFlag(
+        "--swanlab-project",
+        (),
+        "swanlab_project",
+        "str",
+        _RUN,
+        "figures of every step also to SwanLab; to W&B with --wandb-project. Names: "
+        "--swanlab-exp-name, --wandb-exp-name",
+        "NAME",
+    ),
+    OwnFlag(
+        "--swanlab-exp-name",
+        (),
+        "swanlab_exp_name",
+        "str",
+        _RUN,
+        "name of the run in SwanLab",
+        "NAME",
+        default="that of --output-dir",
     ),
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
@@ -635,9 +667,12 @@ class OwnFlags:
     backend: str | None = None
     linear_cross_entropy: str | None = None
     fused_kernels: str | None = None
+    save_every_minutes: float | None = None
     keep_last: int | None = None
     keep_every: int | None = None
     verify_checkpoint: bool = False
+    swanlab_project: str | None = None
+    swanlab_exp_name: str | None = None
     cpu_offloading: bool = False
     cpu_offloading_optimizer: bool = False
     per_device_train_batch_size: int | None = None
@@ -732,6 +767,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (
     # Upstream refuses 0 with a traceback, and NumPy takes 32 bits with the stages' offsets added.
     (_SIZE, "seed"),
     (_POSITIVE, "epochs gpu_memory lora_alpha lr adam_eps layernorm_epsilon init_method_std"),
+    (Range(0, 1e6, above=True), "save_every_minutes"),
     (_POSITIVE, "loss_scale initial_loss_scale min_loss_scale loss_scale_window"),
     (_POSITIVE, "moe_expert_capacity_factor rope_scaling_factor rotary_scaling_factor"),
     (

@@ -7,19 +7,43 @@ and the last record of a step counts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import orjson
 
+from megatron_patch.training.sinks import Sink, scalars
 from megatron_patch.util import UserError, atomic_write
 
 FILE = "metrics.jsonl"
+
+
+#: A jump of the loss is told against the median of so many steps before it, once there are enough.
+_WINDOW, _ENOUGH = 100, 20
+#: It is one above so many (robust) standard deviations and this share of the median.
+_DEVIATIONS, _SHARE = 6.0, 0.1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What to say of a micro-batch should the loss of its step be no number, or jump.
+
+    Attributes:
+        report: [sum, count] of its loss, on the device; read only then.
+        name: the samples in it, in words.
+    """
+
+    report: Any
+    name: Callable[[], str]
 
 
 class Recorder:
@@ -35,6 +59,10 @@ class Recorder:
         first_step: called on rank 0 when the first step of this process is done.
         describe: further values of a step, which is counted from 0; they win.
         each_step: called on rank 0 after every step.
+        evaluated: called on rank 0 with the step and its validation loss (the mean over the sets).
+        jumped: called on rank 0 with the step at which the loss jumped.
+        sinks: where the figures go beside the file, on rank 0.
+        peak_flops: of a device, for its share.
     """
 
     def __init__(
@@ -48,16 +76,29 @@ class Recorder:
         first_step: Callable[[], None] | None = None,
         describe: Callable[[int], dict[str, Any]] | None = None,
         each_step: Callable[[], None] | None = None,
+        evaluated: Callable[[int, float], None] | None = None,
+        jumped: Callable[[int], None] | None = None,
+        sinks: Sequence[Sink] = (),
+        peak_flops: float | None = None,
     ) -> None:
         self._first_step, self._each_step = first_step, each_step
-        self._describe = describe
+        self._describe, self._evaluated_at, self._jumped = describe, evaluated, jumped
+        self._sinks, self._peak = list(sinks), peak_flops
         self.rank, self.world_size, self.pipeline, self.echo = rank, world_size, pipeline, echo
         #: Last step of this process, None before the first.
         self.iteration: int | None = None
-        #: What to say of this step's micro-batches should its loss be no number.
-        self.suspects: list[Callable[[], str]] = []
+        #: The micro-batches of this step and of the one before, as far as this rank has their loss.
+        self.suspects: list[MicroBatch] = []
+        self._before: list[MicroBatch] = []
+        #: Seconds that this rank has waited for data, and for checkpoints, since the last step.
+        self.data_wait = self.save_stall = 0.0
+        #: On rank 0: the step that jumped, until all ranks have said what they know of it.
+        self.jump: dict[str, Any] | None = None
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
         #: Evaluation -> step of its last record.
         self._evaluated: dict[str, int] = {}
+        #: Step of the last validation and the losses of its sets.
+        self._sets: tuple[int, list[float]] = (-1, [])
         self._file: IO[bytes] | None = None
         if path is not None and rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,34 +117,115 @@ class Recorder:
         torch.distributed.broadcast_object_list(box, src=self.world_size - 1)
         return dict(box[0])
 
-    def step(self, iteration: int, losses: dict[str, Any], **extra: Any) -> None:
+    def step(
+        self,
+        iteration: int,
+        losses: dict[str, Any],
+        later: Callable[[], dict[str, Any]] | None = None,
+        **extra: Any,
+    ) -> None:
         """Record a training step.
 
         Args:
             iteration: steps done, this one included.
             losses: name -> loss of this step (scalar tensor or [sum, count]).
+            later: further values, read after the losses, for which the device is waited for.
             **extra: further values, None is left out.
 
         Raises:
             UserError: the loss or the gradient norm is no number. Upstream saves after this.
         """
         now = time.perf_counter()
-        seconds, self._last = now - self._last, now
+        seconds, self._last = max(now - self._last, 1e-9), now
+        self.data_wait = self.save_stall = 0.0
         first, self.iteration = self.iteration is None, iteration
         values = self._to_rank_0(losses)
+        if later is not None:
+            extra = extra | later()
         self._write_step(iteration, values, seconds, first, extra)
         suspects, self.suspects = self.suspects, []
+        self._before = suspects
         norm = extra.get("grad_norm")
         if not extra.get("skipped") and not all(
             map(math.isfinite, [*values.values(), 0.0 if norm is None else norm])
         ):
             found = [*(f"{name} is {value}" for name, value in values.items())]
             found += [f"the gradient norm is {norm}"] if norm is not None else []
-            words = ", ".join(found + [text for text in (say() for say in suspects) if text])
+            culprits = self._from_all(
+                [(s.name(), x) for s, x in _read(suspects) if not math.isfinite(x)]
+            )
+            words = ", ".join(found + [_culprit(*one) for one in culprits])
+            if not culprits and suspects:
+                words += f"; every micro-batch's own loss is a number ({self._range(extra)})"
             raise UserError(
                 f"step {iteration}: {words}. Nothing of this step was saved; the same command goes "
                 "on from the last checkpoint"
             )
+
+    def _from_all(self, mine: list[tuple[str, float]]) -> list[tuple[int, str, float]]:
+        """Names of all ranks' micro-batches with their losses; each once, by its lowest rank."""
+        everyone: list[Any] = [mine]
+        if self.world_size > 1:
+            import torch
+
+            everyone = [None] * self.world_size
+            torch.distributed.all_gather_object(everyone, mine)
+        found: dict[str, tuple[int, str, float]] = {}
+        for rank, items in enumerate(everyone):
+            for name, loss in items:
+                found.setdefault(name, (rank, name, loss))
+        return list(found.values())[:8]
+
+    def _range(self, extra: dict[str, Any]) -> str:
+        done, batch = extra.get("consumed_samples"), extra.get("batch")
+        if done is None or batch is None:
+            return "the gradient overflowed"
+        return f"sequences {done - batch} to {done - 1} of the run"
+
+    def look_back(self, wanted: bool) -> None:
+        """Say which micro-batch made the loss of the step before jump; all ranks take part.
+
+        Args:
+            wanted: what all ranks have agreed on.
+        """
+        if not wanted:
+            return
+        mine = sorted(
+            ((x, s.name) for s, x in _read(self._before)), key=lambda p: p[0], reverse=True
+        )
+        found = self._from_all([(name(), loss) for loss, name in mine[:1]])
+        jump, self.jump = self.jump, None
+        if self.rank != 0 or jump is None:
+            return
+        if found:
+            rank, name, loss = max(found, key=lambda one: one[2])
+            jump |= {"rank": rank, "samples": name, "micro_batch_loss": loss}
+        self._write(jump)
+        words = f"step {jump['iteration']}: the loss jumped to {jump['loss']:.4f} from "
+        words += f"{jump['median']:.4f}, the median of the steps before"
+        if found:
+            words += f"; highest micro-batch: {_culprit(rank, name, loss)}"
+        print(f"> {words}", flush=True)
+
+    def _watch(self, iteration: int, values: dict[str, float]) -> None:
+        """Notice a jump of the loss."""
+        loss = values.get("lm loss")
+        if loss is None or not math.isfinite(loss):
+            return
+        if len(self._losses) >= _ENOUGH:
+            middle = statistics.median(self._losses)
+            spread = 1.4826 * statistics.median(abs(x - middle) for x in self._losses)
+            if loss - middle > max(_DEVIATIONS * spread, _SHARE * middle):
+                self.jump = {
+                    "iteration": iteration,
+                    "event": "jump",
+                    "loss": loss,
+                    "median": middle,
+                }
+                if self._jumped is not None:
+                    self._jumped(iteration)
+                return  # it is no measure for the next ones
+        self._losses.append(loss)
 
     def _write_step(
         self,
@@ -122,13 +244,46 @@ class Recorder:
         if self._describe is not None:
             extra = extra | self._describe(iteration - 1)
         record = {"iteration": iteration, **values, "seconds": round(seconds, 6), **extra}
-        tokens = extra.get("tokens")
+        tokens, flops = extra.get("tokens"), record.pop("flops", None)
         if tokens:
             record["tokens_per_second"] = round(tokens / seconds, 1)
             record["tokens_per_second_per_rank"] = round(tokens / seconds / self.world_size, 1)
+        if flops:
+            speed = flops / seconds / self.world_size
+            record["model_tflops_per_rank"] = round(speed / 1e12, 6)
+            if self._peak:
+                record["share_of_peak"] = round(speed / self._peak, 5)
         self._write(record)
+        self._send(iteration, dict(scalars(record)))
+        self._watch(iteration, values)
         if self.echo:
             print(f" iteration {iteration} | {_text(values)} | {seconds * 1000:.1f} ms", flush=True)
+
+    def _send(self, step: int, values: dict[str, float]) -> None:
+        """To every sink; one that fails is left out from then on."""
+        for sink in list(self._sinks):
+            try:
+                sink.write(step, values)
+            except Exception as problem:  # of many kinds; none is worth the run
+                self._sinks.remove(sink)
+                print(f"> {type(sink).__name__} gets no more figures: {problem}", flush=True)
+
+    def stood_still(self, step: int, seconds: float, values: dict[str, Any]) -> None:
+        """Training waited for a checkpoint: no part of a step's own time.
+
+        Args:
+            step: of the checkpoint.
+            seconds: of standing still.
+            values: what `training/saves.py` knows of it; a record where there is `save`.
+        """
+        self._last += seconds
+        self.save_stall += seconds
+        if not values.pop("save", False) or self.rank != 0:
+            return
+        from megatron_patch.training import saves
+
+        print(f"> {saves.words(step, seconds, values)}", flush=True)
+        self._write({"iteration": step, "event": "save", "save_stall": round(seconds, 6), **values})
 
     def evaluation(self, iteration: int, name: str, losses: dict[str, Any]) -> None:
         """Record an evaluation."""
@@ -138,10 +293,24 @@ class Recorder:
         self._evaluated[name] = iteration
         if self.rank == 0 and not again:
             self._write({"iteration": iteration, "evaluation": name, **values})
+            self._send(iteration, {f"{key} {name}": value for key, value in values.items()})
+            self._validated(iteration, name, values)
             if self.echo:
                 print(f" iteration {iteration} | {name} | {_text(values)}", flush=True)
         self.suspects.clear()
+        self.data_wait = 0.0
         self._last = time.perf_counter()
+
+    def _validated(self, iteration: int, name: str, values: dict[str, float]) -> None:
+        """Pass a validation loss on; of several sets their mean so far."""
+        if self._evaluated_at is None or not name.startswith("validation"):
+            return
+        loss = values.get("lm loss")
+        if loss is None or not math.isfinite(loss):
+            return
+        step, sets = self._sets
+        self._sets = (iteration, [*sets, loss] if step == iteration else [loss])
+        self._evaluated_at(iteration, statistics.fmean(self._sets[1]))
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is None:
@@ -155,10 +324,22 @@ class Recorder:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file and what else the figures go to."""
         if self._file is not None:
             self._file.close()
             self._file = None
+        while self._sinks:
+            with contextlib.suppress(Exception):  # of many kinds; the run is over
+                self._sinks.pop().close()
+
+
+def _read(batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, float]]:
+    """Micro-batches with their mean losses."""
+    return [(batch, _mean(batch.report)) for batch in batches]
+
+
+def _culprit(rank: int, name: str, loss: float) -> str:
+    return f"rank {rank}, {name} (loss {loss:.4f})"
 
 
 def _text(values: dict[str, float]) -> str:
@@ -212,21 +393,56 @@ def _record(recorder: Recorder, bound: dict[str, Any]) -> None:
     import torch
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training import get_args
+    from megatron.training.training import num_floating_point_operations
+
+    from megatron_patch.training import figures, saves
 
     args = get_args()
     batch = get_current_global_batch_size()
     tokens = batch * args.seq_length
     grad_norm = bound["grad_norm"]
+    step, clock, experts = bound["iteration"], saves.SAVES, figures.EXPERTS
+    first = recorder.rank == 0
+    together = figures.largest(
+        [
+            float(first and clock is not None and clock.due(step)),
+            float(first and recorder.jump is not None),
+            recorder.data_wait,
+            recorder.save_stall,
+            torch.cuda.max_memory_allocated(),
+        ]
+    )
+    load = experts.collect() if experts is not None else dict
+
+    def later() -> dict[str, Any]:
+        save, jump, data_wait, stall, memory = together()
+        if clock is not None:
+            clock.agreed = bool(save)
+        recorder.look_back(bool(jump))
+        return {
+            "data_wait": round(data_wait, 6),
+            "save_stall": round(stall, 6),
+            "peak_memory_bytes": int(memory) or None,
+            **load(),
+        }
+
     recorder.step(
-        bound["iteration"],
+        step,
         bound["loss_dict"] | (further_token_losses() if args.mtp_num_layers else {}),
+        later,
         consumed_samples=args.consumed_train_samples,
+        batch=batch,
         tokens=tokens,
+        flops=num_floating_point_operations(
+            args,
+            batch,
+            seqlen_squared_sum_in_batch=bound.get("seqlen_squared_sum_in_batch"),
+            total_real_tokens_in_batch=bound.get("total_real_tokens_in_batch"),
+        ),
         learning_rate=bound["learning_rate"],
         grad_norm=None if grad_norm is None else float(grad_norm),
         loss_scale=float(bound["loss_scale"]),
         skipped=int(bound["skipped_iter"]),
-        peak_memory_bytes=torch.cuda.max_memory_allocated() or None,
     )
 
 
@@ -279,17 +495,26 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: no such file, or a line that is not JSON (a torn last line is dropped).
     """
-    steps = {r["iteration"]: r for r in _records(path) if "evaluation" not in r}
+    steps = {r["iteration"]: r for r in _records(path) if not {"evaluation", "event"} & set(r)}
     return [steps[i] for i in sorted(steps)]
 
 
 def evaluations(path: Path) -> dict[int, float]:
-    """Loss of the validation set after each step that it was evaluated at.
+    """Validation loss after each step that was evaluated, the mean over sets where there are more.
 
     Args and errors are those of `read`.
     """
-    found = [r for r in _records(path) if r.get("evaluation") == "validation"]
-    return {r["iteration"]: float(r["lm loss"]) for r in found}
+    found: dict[int, dict[str, float]] = {}
+    for record in _records(path):
+        name = str(record.get("evaluation", ""))
+        if name.startswith("validation") and _number(record.get("lm loss")):
+            found.setdefault(record["iteration"], {})[name] = float(record["lm loss"])
+    return {step: statistics.fmean(losses.values()) for step, losses in found.items()}
+
+
+def jumps(path: Path) -> list[int]:
+    """Steps at which the loss jumped. Args and errors are those of `read`."""
+    return [r["iteration"] for r in _records(path) if r.get("event") == "jump"]
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

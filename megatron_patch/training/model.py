@@ -128,6 +128,7 @@ def model_config(
 
     def before_wrapping(stages: list[Any]) -> list[Any]:
         from megatron_patch.models.rope import apply_rope
+        from megatron_patch.training import figures
         from megatron_patch.training.mtp import weigh_by_main_targets
 
         for stage in stages:
@@ -153,6 +154,8 @@ def model_config(
 
                 qkv.install(stage)
                 swiglu.install(stage)
+            if figures.EXPERTS is not None:
+                figures.EXPERTS.install(stage)
         if report:
             from megatron_patch.ops import attention_backend
 

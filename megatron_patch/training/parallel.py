@@ -25,7 +25,7 @@ from megatron_patch import _compat
 from megatron_patch.data import blend
 from megatron_patch.models.hf_config import largest_token
 from megatron_patch.models.rope import is_plain
-from megatron_patch.training import memory
+from megatron_patch.training import memory, sinks
 from megatron_patch.training.args import (
     AUTO,
     COMMAND_LINE,
@@ -456,6 +456,11 @@ def _effect_refusals(plan: Plan) -> Iterator[str]:
             f"--eval-interval {values['eval_interval']} has no effect: evaluation is off "
             "(--eval-iters 0); give --eval-iters N and validation data"
         )
+    if plan.own.swanlab_exp_name and not plan.own.swanlab_project:
+        yield "--swanlab-exp-name has no effect without --swanlab-project"
+    trackers = plan.values["wandb_project"] or plan.own.swanlab_project
+    if trackers and not plan.own.output_dir:
+        yield f"figures go to {trackers} from the run directory; add --output-dir"
     if plan.given("min_lr") and values["lr"] is not None and values["min_lr"] > values["lr"]:
         yield f"--min-lr {values['min_lr']:g} is above --lr {values['lr']:g}; lower it"
     yield from _between_checkpoints(values)
@@ -667,7 +672,7 @@ def check(plan: Plan, *, trust_memory: bool = True, start: bool = False) -> Repo
     refusals += _index_refusals(plan) if start else ()
     if start:
         full, scarce = _room(plan)
-        refusals += full
+        refusals += [*full, *sinks.missing(plan)]
         warnings += scarce
     warnings += _tokenizer_warnings(plan)
     try:
@@ -777,12 +782,25 @@ def _room(plan: Plan) -> tuple[list[str], list[str]]:
     words += f", {place} has {human_bytes(free)} left"
     if free < size:
         return [f"{words}; make room, or give another --output-dir"], []
+    if plan.own.keep_every is not None:
+        return [], []
+    if plan.save_minutes is not None and plan.own.keep_last is None:
+        hours = free // size * plan.save_minutes / 60
+        if hours < _DAY:
+            return [], [
+                f"{words}, which is enough for {hours:.1f} hours of one every "
+                f"{plan.save_minutes:g} minutes; --keep-last N keeps N"
+            ]
     iters = plan.run.iters if plan.run else 1
     count = math.ceil(iters / (values["save_interval"] or iters or 1))
     count = min(count, (plan.own.keep_last or count) + 1)
-    if plan.own.keep_every is None and free < count * size:
+    if free < count * size:
         return [], [f"{words}, and the run holds up to {count} at a time; --keep-last N keeps N"]
     return [], []
+
+
+#: Hours of checkpoints that have to fit, where none is removed.
+_DAY = 24
 
 
 def end_warnings(plan: Plan) -> list[str]:

@@ -7,6 +7,7 @@ around those is here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import math
@@ -25,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 from megatron_patch.util import UserError, atomic_write
 
 if TYPE_CHECKING:
+    from megatron_patch.training import keep
     from megatron_patch.training.args import Plan
 
 
@@ -285,7 +287,7 @@ def quiet() -> None:
 
 def _run(recipe: Recipe, plan: Plan, started: float) -> int:
     from megatron_patch import _compat
-    from megatron_patch.training import keep, metrics
+    from megatron_patch.training import figures, metrics, saves, sinks
     from megatron_patch.training.model import model_config
 
     rank, world_size = rank_and_world()
@@ -311,8 +313,14 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             _keep_model(plan, output)
         for line in changes:
             print(f"> {line}", flush=True)
+    import torch
+
     with _in_words(output):
-        args = parse(plan, output / "logs" if output is not None and rank == 0 else None)
+        logs = output / "logs" if output is not None and rank == 0 else None
+        args = parse(_without_writers(plan), logs)
+        args.tensorboard_dir = plan.values["tensorboard_dir"]  # upstream's profiler goes by it
+        if plan.device == "cpu":
+            args.use_persistent_ckpt_worker = False  # its process asks for a GPU
         # Not steps x batch where the batch has changed on the way: the data's order goes by it.
         args.planned_train_samples = plan.run.samples if plan.run else None
         config = model_config(
@@ -324,9 +332,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             adjust=functools.partial(recipe.adjust, plan=plan) if recipe.adjust else None,
             report=True,
         )
-    keeper = None
-    if rank == 0 and output is not None and plan.own.keep_last:
-        keeper = keep.Keeper(output / "checkpoints", plan.own.keep_last, plan.own.keep_every)
+    keeper = _keeper(plan, output) if rank == 0 and output is not None else None
     metrics.RECORDER = metrics.Recorder(
         output / metrics.FILE if output is not None else None,
         rank=rank,
@@ -336,7 +342,21 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
         first_step=functools.partial(_write_plan, output, plan) if output is not None else None,
         describe=recipe.describe,
         each_step=keeper.look if keeper is not None else None,
+        evaluated=keeper.evaluated if keeper is not None else None,
+        jumped=keeper.jumped if keeper is not None else None,
+        sinks=sinks.sinks(plan, output) if rank == 0 and output is not None else (),
+        peak_flops=figures.peak_flops(torch.cuda.get_device_name())
+        if rank == 0 and plan.device != "cpu"
+        else None,
     )
+    saves.SAVES = saves.Saves(
+        plan.save_minutes,
+        steps=args.train_iters or (plan.run.iters if plan.run else 0),
+        every=plan.values["save_interval"],
+        evaluation=plan.values["eval_interval"] if plan.values["eval_iters"] else None,
+        report=metrics.RECORDER.stood_still,
+    )
+    figures.EXPERTS = figures.expert_load(args)
     status, word = 0, "finished"
     try:
         with _in_words(output):
@@ -354,7 +374,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
         raise UserError(_checkpoint_words(plan, metrics.RECORDER.iteration, problem)) from problem
     finally:
         metrics.RECORDER.close()
-        metrics.RECORDER = None
+        metrics.RECORDER = saves.SAVES = figures.EXPERTS = None
     if keeper is not None:
         keeper.finish()
     if rank == 0:
@@ -363,10 +383,48 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             _finish(output)
         if recipe.finish is not None and word == "finished":
             recipe.finish(plan)
-    import torch
-
     torch.distributed.destroy_process_group()
     return status
+
+
+#: Flags whose figures upstream alone has; with one of them it writes a board of its own.
+BOARD_FLAGS = (
+    "log_timers_to_tensorboard",
+    "log_memory_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_world_size_to_tensorboard",
+    "log_loss_scale_to_tensorboard",
+    "log_params_norm",
+    "log_num_zeros_in_grad",
+    "log_max_attention_logit",
+    "log_energy",
+)
+
+
+def _without_writers(plan: Plan) -> Plan:
+    """The plan for upstream's parser, which opens writers of its own: ours are in `sinks.py`."""
+    values, source = dict(plan.values), dict(plan.source)
+    folder = values["tensorboard_dir"]
+    own = folder and any(plan.given(d) and values[d] for d in BOARD_FLAGS)
+    for dest, value in (
+        ("tensorboard_dir", os.path.join(folder, "megatron") if own else None),
+        ("wandb_project", ""),
+    ):
+        values[dest], source[dest] = value, "sinks"
+    return dataclasses.replace(plan, values=values, source=source)
+
+
+def _keeper(plan: Plan, output: Path) -> keep.Keeper:
+    """What tidies up among the checkpoints, with what earlier starts have found."""
+    from megatron_patch.training import keep, metrics
+
+    losses, jumps = {}, []
+    if (output / metrics.FILE).exists() and plan.start is not None:
+        done = plan.start.iteration
+        losses = {s: x for s, x in metrics.evaluations(output).items() if s <= done}
+        jumps = [step for step in metrics.jumps(output) if step <= done]
+    own = plan.own
+    return keep.Keeper(output / "checkpoints", own.keep_last, own.keep_every, losses, jumps)
 
 
 def _checkpoint_words(plan: Plan, step: int | None, problem: Exception) -> str:

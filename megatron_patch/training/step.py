@@ -9,12 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_patch.data import pretrain_dataset
+from megatron_patch.training import metrics
 from megatron_patch.training.batch import Packed, get_batch, get_packed
 from megatron_patch.training.loss import checked, token_loss, weighted_loss
 
 
-def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    return checked(token_loss(loss_mask, output))
+def _loss(
+    loss_mask: Tensor, training: bool, output: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    result = token_loss(loss_mask, output)
+    recorder = metrics.RECORDER
+    if training and recorder is not None:
+        # Asked for only where the step's loss turns out to be no number, or jumps: no wait for the
+        # device.
+        number = len(recorder.suspects)
+        recorder.suspects.append(
+            metrics.MicroBatch(result[2]["lm loss"], pretrain_dataset.naming(number))
+        )
+    return checked(result)
 
 
 def forward_step(
@@ -47,7 +60,7 @@ def forward_step(
         loss_mask=batch["loss_mask"],
         output_processor=get_attr_wrapped_model(model, "fused_loss"),
     )
-    return output, partial(_loss, batch["loss_mask"])
+    return output, partial(_loss, batch["loss_mask"], model.training)
 
 
 def packed_forward_step(
@@ -112,22 +125,17 @@ def _padding_mask(row: Packed, config: Any, pre_process: bool) -> dict[str, Tens
 def _packed_loss(
     row: Packed, name: Callable[[int], str], output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    from megatron_patch.training import metrics
-
     assert row.loss_mask is not None
     result = weighted_loss(row.loss_mask, row.padding, row.scale, output)
     if metrics.RECORDER is not None:
-        # Asked for only where the step's loss turns out to be no number: no wait for the device.
         metrics.RECORDER.suspects.append(
-            partial(_suspects, row, name, result[0].detach(), output.detach())
+            metrics.MicroBatch(result[2]["lm loss"], partial(_samples, row, name, output.detach()))
         )
     return result
 
 
-def _suspects(row: Packed, name: Callable[[int], str], loss: Tensor, output: Tensor) -> str:
-    """The samples of a row whose loss is no number; nothing for any other row."""
-    if torch.isfinite(loss):
-        return ""
+def _samples(row: Packed, name: Callable[[int], str], output: Tensor) -> str:
+    """The samples of a row, and which of them have a loss that is no number."""
     bad = _not_finite(row, output)
     text = f"a row has {', '.join(map(name, row.samples))}"
     return text + (f"; not finite on {', '.join(map(name, bad))}" if bad else "")

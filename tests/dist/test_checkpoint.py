@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -59,7 +60,26 @@ def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # The tiny tensors' archives have kilobytes of their own.
     assert 0.85 * written < memory.checkpoint_bytes(values) <= written
     assert cli.call("ckpt", ["show", str(run)]) == 0
-    assert "iter_0000008" in capsys.readouterr().out
+    assert re.search(r"iter_0000009 .* latest\n", capsys.readouterr().out)
+
+
+def test_show_lists_what_is_missing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = tmp_path / "iter_0000009"
+    shutil.copytree(run / "checkpoints" / "iter_0000009", step)
+    first, second = sorted(step.glob("__*.distcp"))
+    os.truncate(second, 100)
+    assert cli.call("ckpt", ["show", str(step)]) == 1
+    out = capsys.readouterr().out
+    assert f"INCOMPLETE {second} has 100 bytes," in out
+    assert "step            9" in out and "optimizer" in out
+    first.unlink()
+    second.unlink()
+    assert cli.call("ckpt", ["show", str(step), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["missing"][:2] == [f"{first} is missing", f"{second} is missing"]
+    assert found["step"] == 9 and found["weights_bytes"] > 0, "from what is there"
 
 
 def test_every_flipped_bit_is_found(

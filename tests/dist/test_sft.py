@@ -280,7 +280,7 @@ def test_a_loss_that_is_no_number_names_its_sample(ranks: RankServer, tmp_path: 
     assert result.values == [{"status": 2}]
     (error,) = [x for x in result.logs[0].read_text().splitlines() if x.startswith("error:")]
     assert "step 1: lm loss is nan" in error
-    assert f"not finite on {data} sample 1." in error
+    assert f"not finite on {data} sample 1 (loss nan)" in error and "rank 0, a row" in error
     assert all(f"{data} sample {n}" in error for n in range(3))
 
 

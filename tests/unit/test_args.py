@@ -441,6 +441,27 @@ def test_default_warmup_is_shorter_than_the_run(hf: str) -> None:
 # --- directories ------------------------------------------------------------------------------
 
 
+def test_checkpoints_go_by_the_clock_or_by_steps(hf: str, tmp_path: Path) -> None:
+    out = ("--output-dir", str(tmp_path / "out"), "--train-iters", "100")
+    by_clock = plan(hf, *out)
+    assert (by_clock.save_minutes, by_clock.values["save_interval"]) == (30.0, 100)
+    by_steps = plan(hf, *out, "--save-interval", "7")
+    assert (by_steps.save_minutes, by_steps.values["save_interval"]) == (None, 7)
+    both = plan(hf, *out, "--save-interval", "7", "--save-interval-in-mins", "12.5")
+    assert (both.save_minutes, both.values["save_interval"]) == (12.5, 7)
+    assert plan(hf, "--train-iters", "100").save_minutes is None, "nothing is saved"
+    with pytest.raises(UserError, match="--save-every-minutes has no effect without"):
+        plan(hf, "--save-every-minutes", "5")
+    with pytest.raises(UserError, match="--save-every-minutes 0: more than 0 is needed"):
+        plan(hf, *out, "--save-every-minutes", "0")
+
+
+def test_a_save_beside_the_training_takes_the_writer_that_is_there(hf: str, tmp_path: Path) -> None:
+    made = plan(hf, "--output-dir", str(tmp_path / "out"), "--async-save").values
+    assert made["use_persistent_ckpt_worker"] and made["async_strategy"] == "mcore"
+    assert not plan(hf).values["use_persistent_ckpt_worker"]
+
+
 def test_output_dir(hf: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     fresh = plan(hf, "--output-dir", str(out)).values
@@ -449,7 +470,7 @@ def test_output_dir(hf: str, tmp_path: Path) -> None:
     assert fresh["data_cache_path"] == str(out / "cache"), "not beside the data"
     elsewhere = plan(hf, "--output-dir", str(out), "--data-cache-path", "/scratch").values
     assert elsewhere["data_cache_path"] == "/scratch"
-    assert not fresh["exit_on_missing_checkpoint"] and fresh["save_interval"] == 500
+    assert not fresh["exit_on_missing_checkpoint"]
     write_checkpoint(out / "checkpoints")
     again = plan(hf, "--save", str(out))
     assert again.values["load"] == str(out / "checkpoints")

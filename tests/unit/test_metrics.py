@@ -225,7 +225,12 @@ def test_a_file_of_other_things(tmp_path, line):
 @pytest.mark.parametrize(
     ("loss", "norm", "skipped", "words"),
     [
-        (float("nan"), 1.0, 0, "step 7: lm loss is nan, the gradient norm is 1.0, row of line 3"),
+        (
+            float("nan"),
+            1.0,
+            0,
+            "7: lm loss is nan, the gradient norm is 1.0, rank 0, row of line 3",
+        ),
         (2.0, float("inf"), 0, "the gradient norm is inf"),
         (2.0, float("inf"), 1, None),  # fp16 lowers its scale and goes on
         (2.0, None, 0, None),
@@ -235,7 +240,10 @@ def test_a_step_that_is_no_number_ends_the_run(
     tmp_path: Path, loss: float, norm: float | None, skipped: int, words: str | None
 ) -> None:
     recorder = metrics.Recorder(tmp_path / metrics.FILE, rank=0, world_size=1, pipeline=1)
-    recorder.suspects += [lambda: "", lambda: "row of line 3"]
+    recorder.suspects += [
+        metrics.MicroBatch(1.0, lambda: "row of line 2"),
+        metrics.MicroBatch(loss, lambda: "row of line 3"),
+    ]
     if words is None:
         recorder.step(7, {"lm loss": loss}, grad_norm=norm, skipped=skipped)
     else:
