@@ -164,6 +164,46 @@ def te_reasons() -> list[str]:
     return list(dict.fromkeys(said))
 
 
+def without_wrong_flash_attention_4(asked: str, say: Callable[[str], None]) -> None:
+    """Take FlashAttention 4 from Transformer Engine where the two disagree about windows.
+
+    Transformer Engine says "causal" as a window of (-1, 0). Releases of flash-attn-4 after the one
+    that it names (4.0.0b36 on an H200) take the -1 for a width: no query sees any key before its
+    own block, the loss falls more slowly, and nothing is said.
+
+    Args:
+        asked: `--attention-backend`.
+        say: gets a line where it was taken away.
+
+    Raises:
+        UserError: it is the only FlashAttention, and one was asked for.
+    """
+    try:
+        from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+        found = utils.FlashAttentionUtils
+        if not found.v4_is_installed:
+            return
+        from flash_attn.cute.interface import _resolve_causal_local_window
+    except (ImportError, AttributeError):
+        return
+    _, local, *_ = _resolve_causal_local_window(True, -1, 0)
+    if not local:
+        return
+    what = (
+        f"flash-attn-4 {found.fa4_version} reads Transformer Engine's causal mask as a window of "
+        "-1 tokens, so that attention would see almost nothing"
+    )
+    if asked == "flash" and not (found.is_installed or found.v3_is_installed):
+        how = " ".join(found.v4_installation_steps.split())
+        raise UserError(
+            f"--attention-backend flash: {what}. Leave the flag out (cuDNN), or install what this "
+            f"Transformer Engine was made for: {how}"
+        )
+    found.v4_is_installed = False
+    say(f"{what}: it is left out")
+
+
 # --- both -----------------------------------------------------------------------------------------
 
 
@@ -222,6 +262,9 @@ def watch(stages: Sequence[Any], say: Callable[[str], None]) -> None:
         kinds.setdefault(kind, []).append(module)
     for line in _linear(stages):
         say(line)
+    modules = [module for modules in kinds.values() for module in modules]
+    if any(not hasattr(module, "kernel") for module in modules):
+        without_wrong_flash_attention_4(modules[0].config.attention_backend.name, say)
     for kind, modules in kinds.items():
         _watch(modules[0], f"{kind}, {len(modules)} layers", say)
 

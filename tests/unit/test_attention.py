@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
@@ -293,3 +296,53 @@ def test_a_backend_that_cannot_run_is_refused():
     layer = core(width=8, attention_backend=AttnBackend.fused)
     with pytest.raises(UserError, match="--attention-backend fused cannot run"):
         layer(*inputs(4, dtype=torch.float32), None)
+
+
+# --- Transformer Engine with a FlashAttention 4 that reads windows its own way --------------------
+
+
+def _b36(causal, left, right):
+    """How 4.0.0b36 turns a window into (causal, local, left, right)."""
+    if left is not None and right is not None and left < 0 and right < 0:
+        left = right = None
+    if causal:
+        right = 0
+    if left is None and right in (0, None):
+        return right == 0, False, None, None
+    return False, True, left, right
+
+
+def _fixed(causal, left, right):
+    return _b36(causal, None if left == -1 else left, right)
+
+
+@pytest.mark.parametrize(
+    ("resolve", "others", "asked", "outcome"),
+    [
+        (_b36, False, "flash", UserError),
+        (_b36, True, "flash", "left out"),
+        (_b36, False, "auto", "left out"),
+        (_fixed, False, "flash", None),
+    ],
+)
+def test_a_flash_attention_4_that_would_see_nothing(monkeypatch, resolve, others, asked, outcome):
+    class Utils:
+        v4_is_installed, v3_is_installed, is_installed = True, False, others
+        fa4_version, v4_installation_steps = "4.0.0b36", "pip install it"
+
+    path = "transformer_engine.pytorch.attention.dot_product_attention"
+    parts = path.split(".")
+    for name in [".".join(parts[: i + 1]) for i in range(len(parts))]:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[path].utils = types.SimpleNamespace(FlashAttentionUtils=Utils)
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["flash_attn.cute.interface"]._resolve_causal_local_window = resolve
+    said = []
+    if outcome is UserError:
+        with pytest.raises(UserError, match=r"b36 reads .* window of -1 tokens.*pip install it"):
+            attention_backend.without_wrong_flash_attention_4(asked, said.append)
+        return
+    attention_backend.without_wrong_flash_attention_4(asked, said.append)
+    assert Utils.v4_is_installed == (outcome is None)
+    assert [outcome in line for line in said] == ([True] if outcome else [])
