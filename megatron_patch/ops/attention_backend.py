@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -184,10 +185,11 @@ def without_wrong_flash_attention_4(asked: str, say: Callable[[str], None]) -> N
         found = utils.FlashAttentionUtils
         if not found.v4_is_installed:
             return
-        from flash_attn.cute.interface import _resolve_causal_local_window
-    except (ImportError, AttributeError):
+        # Transformer Engine imported it, where it calls it.
+        resolve = sys.modules["flash_attn.cute.interface"]._resolve_causal_local_window
+    except (ImportError, AttributeError, KeyError):
         return
-    _, local, *_ = _resolve_causal_local_window(True, -1, 0)
+    _, local, *_ = resolve(True, -1, 0)
     if not local:
         return
     what = (
