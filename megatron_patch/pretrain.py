@@ -48,3 +48,7 @@ def _forward_step(data_iterator, model, return_schedule_plan=False):  # type: ig
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+if __name__ == "__mp_main__":  # the writer of asynchronous checkpoints, or the server of its forks
+    from megatron_patch.util import die_with_starter
+
+    die_with_starter()

@@ -119,3 +119,7 @@ class FineTuning:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+if __name__ == "__mp_main__":  # the writer of asynchronous checkpoints, or the server of its forks
+    from megatron_patch.util import die_with_starter
+
+    die_with_starter()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import os
+import signal
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,3 +156,51 @@ def human_count(count: float) -> str:
         power += 1
     digits = f"{count:.0f}" if power == 0 or abs(count) >= 999.5 else f"{count:.3g}"
     return digits + units[power]
+
+
+#: Linux: the signal that the kernel sends to a process whose parent ends (prctl(2)).
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Be killed by the kernel when the parent process ends, however that ends; Linux only.
+
+    Args:
+        parent: its id, known from before it could have ended.
+    """
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        return
+    if os.getppid() != parent:  # it had ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_starter() -> None:
+    """Be killed when the parent ends, and have the same happen to every process forked from here.
+
+    A process that multiprocessing starts afresh calls it as it imports the run's main module.
+    """
+    die_with(os.getppid())
+    let_forks_die_with_this()
+
+
+_forks_die = False
+
+
+def let_forks_die_with_this() -> None:
+    """Have every process that Python forks from this one end with it; idempotent.
+
+    Data loaders' workers, checkpoint writers and their queues outlive a ``kill -9`` otherwise.
+    """
+    global _forks_die
+    if _forks_die or not hasattr(os, "register_at_fork"):
+        return
+    _forks_die = True
+    parent = [os.getpid()]
+
+    def before() -> None:
+        parent[0] = os.getpid()
+
+    os.register_at_fork(before=before, after_in_child=lambda: die_with(parent[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from megatron_patch.launch.flags import Flags
 from megatron_patch.launch.world import Machine, World
+from megatron_patch.util import die_with
 
 #: How much of the output is kept to find the error in; torchrun's report is a few kilobytes.
 _TAIL_BYTES = 1 << 18
@@ -176,7 +178,8 @@ def _notify(pid: int) -> bool:
 def supervise(command: Command, environ: Mapping[str, str], log: Path | None) -> Outcome:
     """Run ``command``, copy its output to stdout and append it to ``log``.
 
-    The child gets its own process group and every terminating signal that reaches this process, so
+    The child ends with this process, however that ends (``kill -9``), and torchrun's ranks with
+    it. It gets its own process group and every terminating signal that reaches this process, so
     a scheduler's notice, Ctrl-C and ``kill`` all act the same. The first SIGTERM or SIGUSR1 goes to
     the ranks as SIGTERM: they save and end by themselves, where torchrun would give them 30 seconds
     (SIGTERM) or die and leave them (SIGUSR1). Killed by signal N gives 128 + N; a rank's own status
@@ -206,6 +209,7 @@ def supervise(command: Command, environ: Mapping[str, str], log: Path | None) ->
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,
+            preexec_fn=functools.partial(die_with, os.getpid()),
         )
         for number in received:  # a signal between the two lines above
             child.send_signal(number)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megatron_patch.util import UserError, atomic_write
+from megatron_patch.util import UserError, atomic_write, die_with, let_forks_die_with_this
 
 if TYPE_CHECKING:
     from megatron_patch.training import keep
@@ -261,6 +261,7 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
             # The launcher prints the command line too; without it the plan is what there is.
             return parallel.main(list(argv)) if rank_and_world()[0] == 0 else 0
         _check_meeting_point()
+        _leave_no_orphans()
         quiet()
         plan = set_up(argv, recipe.resolve)
         return _run(recipe, plan, started)
@@ -271,6 +272,16 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print("> interrupted; the same command goes on from the last checkpoint", flush=True)
         return 130
+
+
+def _leave_no_orphans() -> None:
+    """A rank ends with the torchrun that started it, and what it forks ends with the rank.
+
+    Without torchrun the parent may be a shell, which a run is meant to outlive.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())
+    let_forks_die_with_this()
 
 
 def quiet() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,30 @@ def tensors(ranks: RankServer, source: Path, scratch: Path) -> dict[str, np.ndar
     ranks.run("tests.dist.jobs:load_tensors", 1, scratch, source=str(source))
     state = torch.load(scratch / "tensors.pt", weights_only=True)
     return {name: value.double().numpy() for name, value in state.items()}
+
+
+def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor of a checkpoint as it is in the files: data type, shape and all bytes."""
+    from megatron_patch.convert import dist_io
+    from megatron_patch.convert.rows import Files
+
+    found, files = {}, Files()
+    for key, entry in dist_io.read_checkpoint(folder).tensors.items():
+        content = bytearray(entry.nbytes)
+        shape = entry.shape or (1,)
+        rows = dist_io.RegionRows(files, entry, (0,) * len(entry.shape), entry.shape)
+        rows.read(0, shape[0], memoryview(content))
+        found[key] = (entry.dtype, entry.shape, bytes(content))
+    return found
+
+
+def at_step(run: Path, copy: Path, step: int = 5) -> Path:
+    """A run directory of its own that ends with a checkpoint of another one."""
+    (copy / "checkpoints").mkdir(parents=True)
+    name = f"iter_{step:07}"
+    shutil.copytree(run / "checkpoints" / name, copy / "checkpoints" / name)
+    (copy / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return copy
 
 
 def worst(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tuple[float, str]:
