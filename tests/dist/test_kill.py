@@ -1,7 +1,8 @@
 """SIGKILL at random moments of training and saving; the same command goes on, and nothing is wrong.
 
-Every start saves after every second step, so that many moments fall into a save. Five kills by
-default; `KILLS=50 pytest tests/dist/test_kill.py -s` prints the moments and what came of them.
+Every step is saved, by turns at once and in the background, and the model is large enough for that
+to take a good half of the time, so that many moments fall into a save. Five kills by default;
+`KILLS=50 pytest tests/dist/test_kill.py -s` prints the moments and what came of them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,16 @@ from megatron_patch.training import metrics, resume
 from tests.dist.harness import RankFailure, RankServer
 from tests.dist.tiny import MODELS, write_corpus, write_model
 
-pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("KILLS", "5"))
-STEPS = 24
+STEPS = 10
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400 + 90 * KILLS)]
+
+#: About 30 MB a checkpoint.
+MODEL = MODELS["moe"] | {
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 192,
+}
 
 
 def saved(output: Path) -> int:
@@ -42,16 +50,16 @@ def rows(output: Path) -> list[dict[str, Any]]:
 
 
 def test_kill_it_anywhere(ranks: RankServer, tmp_path: Path) -> None:
-    write_model(tmp_path / "hf", MODELS["moe"])
+    write_model(tmp_path / "hf", MODEL)
     write_corpus(tmp_path / "corpus")
 
-    def argv(output: Path) -> list[str]:
+    def argv(output: Path, *more: str) -> list[str]:
         return [
             *("--hf-model", str(tmp_path / "hf"), "--data-path", str(tmp_path / "corpus")),
             *("--output-dir", str(output), "--seq-length", "32", "--micro-batch-size", "1"),
-            *("--global-batch-size", "4", "--train-iters", str(STEPS), "--save-interval", "2"),
+            *("--global-batch-size", "4", "--train-iters", str(STEPS), "--save-interval", "1"),
             *("--lr", "3e-3", "--warmup-steps", "2", "--seed", "11", "--keep-last", "2"),
-            *("--tp", "2", "--hidden-dropout", "0.1"),
+            *("--tp", "2", "--hidden-dropout", "0.1", *more),
         ]
 
     begun = time.monotonic()
@@ -65,13 +73,19 @@ def test_kill_it_anywhere(ranks: RankServer, tmp_path: Path) -> None:
     output, job = tmp_path / "run", tmp_path / "job"
     while kills < KILLS:
         before, seen = saved(output), len(rows(output))
-        moment = length * rng.uniform(0.05, 1.0)
+        moment = length * rng.uniform(0.1, 1.0)
+        way = rng.choice(["at once", "in the background"])
+        more = ("--async-save",) if way == "in the background" else ()
         try:
-            ranks.run("tests.dist.jobs:train", 2, job, argv=argv(output), die_after=moment)
+            ranks.run("tests.dist.jobs:train", 2, job, argv=argv(output, *more), die_after=moment)
             killed = False
         except RankFailure as failure:
             killed = "exit status -9" in str(failure)
             assert killed, failure
+        gone = time.monotonic()
+        while ranks.processes() > 1:
+            assert time.monotonic() < gone + 20, "a writer or another child outlived the kill"
+            time.sleep(0.05)
         kills += killed
         new = rows(output)[seen:]
         if new:
@@ -80,10 +94,14 @@ def test_kill_it_anywhere(ranks: RankServer, tmp_path: Path) -> None:
         after = saved(output)
         places = sorted(p.name for p in (output / "checkpoints").glob("iter_*"))
         half = set(places) - set(resume.steps(output / "checkpoints"))
-        where = "in a save" if half else "in a step" if new else "before the first step"
+        where = f"in a save {way}" if half else "in a step" if new else "before the first step"
         if killed:
             outcomes[where] += 1
-            print(f"{kills:3} after {moment:.2f} s, {where}: {before} -> {after} of {STEPS} saved")
+            print(
+                f"{kills:3} after {moment:5.2f} s of {length:.2f}, {where}: "
+                f"{before} -> {after} of {STEPS} saved",
+                flush=True,
+            )
         if after:
             assert cli.call("ckpt", ["verify", str(output)]) == 0, "what the tracker names is whole"
         if not killed:
