@@ -7,6 +7,7 @@ part that entry points call before they import Megatron, which a broken Transfor
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch import __version__, _compat
-from megatron_patch.util import atomic_write, human_bytes
+from megatron_patch.util import atomic_write, die_with, human_bytes
 
 #: Seconds a child may take to import a package before it counts as hanging.
 _PATIENCE = 300
@@ -191,6 +192,7 @@ def _child(code: str) -> tuple[dict[str, Any] | None, str]:
             capture_output=True,
             text=True,
             timeout=_PATIENCE,
+            preexec_fn=functools.partial(die_with, os.getpid()),  # a killed run's would go on
         )
     except subprocess.TimeoutExpired:
         return None, f"the import did not end within {_PATIENCE} s"

@@ -116,16 +116,19 @@ class RankServer:
         values = [json.loads((directory / f"rank{r}.json").read_text()) for r in range(world_size)]
         return Result(values, logs)
 
-    def processes(self) -> int:
-        """Processes of the parent's session: the parent itself, and whatever its ranks left."""
-        alive = 0
+    def left(self) -> list[str]:
+        """Command lines of what the ranks left behind: the parent's session without the parent."""
+        found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = stat.read_text().rsplit(")", 1)[1].split()
+                line = stat.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue  # it ended meanwhile
-            alive += int(fields[3]) == self._process.pid and fields[0] != "Z"
-        return alive
+            mine = int(fields[3]) == self._process.pid and fields[0] != "Z"
+            if mine and int(stat.parent.name) != self._process.pid:
+                found.append(f"{stat.parent.name} (child of {fields[1]}): {line}")
+        return found
 
     def close(self) -> None:
         """End the parent and whatever it still runs."""
