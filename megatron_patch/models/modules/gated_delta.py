@@ -6,11 +6,15 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models.gpt import default_layer_spec
 from torch import Tensor
+
+from megatron_patch.patches import registry
+from megatron_patch.patches.registry import Patch
 
 
 class PlainNorm:
@@ -47,22 +51,77 @@ def layer_spec(config: Any, vp_stage: int | None) -> Any:
     return spec
 
 
-def _torch_rule(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor | None]:
+def _torch_rule(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, **more: Any
+) -> tuple[Tensor, Tensor | None]:
     """Upstream's rule in torch, with the norm of queries and keys that is else a kernel's.
 
     Args:
         q: queries, [b, s, h, d].
         k: keys, the same.
         v: values.
-        **more: as `torch_chunk_gated_delta_rule` takes it.
+        cu_seqlens: where packed sequences begin, and the end; each starts from an empty state.
+        **more: as `torch_chunk_gated_delta_rule` takes it; decay and beta are [b, s, h].
     """
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    result: tuple[Tensor, Tensor | None] = torch_chunk_gated_delta_rule(q, k, v, **more)
-    return result
+    if cu_seqlens is None:
+        result: tuple[Tensor, Tensor | None] = torch_chunk_gated_delta_rule(q, k, v, **more)
+        return result
+    sizes = cu_seqlens.diff().tolist()
+    along = [x.split(sizes, dim=1) for x in (q, k, v, more.pop("g"), more.pop("beta"))]
+    parts = [
+        torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, **more)[0]
+        for q, k, v, g, beta in zip(*along, strict=True)
+    ]
+    return torch.cat(parts, dim=1), None
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal convolution of each channel, as ``fla.modules.convolution.causal_conv1d``.
+
+    Args:
+        x: [b, s, d].
+        weight: [d, w], the last one a token's own.
+        bias: [d], or None.
+        activation: ``silu`` or ``swish``; None for none.
+        cu_seqlens: where packed sequences begin, and the end; none sees the one before.
+    """
+    size, width = x.shape[1], weight.shape[1]
+    place = torch.arange(size, device=x.device)
+    if cu_seqlens is not None:
+        edges = cu_seqlens.long()
+        place = place - edges[:-1].repeat_interleave(edges.diff())
+    out = x * weight[:, -1]
+    for back in range(1, min(width, size)):
+        before = F.pad(x, (0, 0, back, 0))[:, :size]
+        out = out + torch.where(place[:, None] >= back, before, 0) * weight[:, -1 - back]
+    if bias is not None:
+        out = out + bias
+    return (F.silu(out) if activation is not None else out), None
+
+
+#: Upstream calls the kernel by the name it imported it under.
+_CONVOLUTION = Patch(
+    name="cpu:convolution",
+    target="megatron.core.ssm.gated_delta_net.gdn.causal_conv1d",
+    mode="replace",
+    func=convolution,
+    group="cpu",
+    why="the convolution before Gated DeltaNet is a Triton kernel",
+    upstream="https://github.com/NVIDIA/Megatron-LM",
+    remove_when="upstream's deterministic mode takes packed sequences",
+)
 
 
 def compute_without_kernels(stage: Any) -> None:
-    """Let Gated DeltaNet run where there is no GPU, on upstream's torch code.
+    """Let Gated DeltaNet run where there is no GPU, packed or not.
 
     Args:
         stage: a `GPTModel` stage.
@@ -71,7 +130,6 @@ def compute_without_kernels(stage: Any) -> None:
         return
     for module in stage.modules():
         if isinstance(module, GatedDeltaNet):
-            module.config = copy.copy(module.config)
-            module.config.deterministic_mode = True
+            registry.apply_records((_CONVOLUTION,))
             module.use_qk_l2norm = False
             module.gated_delta_rule = _torch_rule
