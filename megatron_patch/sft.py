@@ -104,11 +104,13 @@ class FineTuning:
         return rows.pool.name
 
     def adjust(self, stages: list[Any], plan: Plan) -> None:
-        """Adapters, or the parameters that `--freeze` names."""
-        from megatron_patch.training import lora, sft
+        """Adapters, padding out of FP8 scales, and the parameters that `--freeze` names."""
+        from megatron_patch.training import lora, padding, sft
 
         if plan.own.lora_rank is not None:
             lora.install(stages, plan)
+        if plan.own.fp8:
+            padding.keep_out(stages)
         sft.freeze(stages, plan.own.freeze or ())
 
     def describe(self, step: int) -> dict[str, Any]:

@@ -203,6 +203,7 @@ def get_packed(
         max_seqlen_kv=longest,
         pad_between_seqs=False,
     )
+    params.padding = there["padding"]  # for `megatron_patch.training.padding`
     return Packed(
         tokens=there.get("tokens"),
         position_ids=there["position_ids"] if "tokens" in there else None,
@@ -214,6 +215,14 @@ def get_packed(
         samples=row["samples"].tolist(),
         scale=float(row["scale"].view(torch.float64)),
     )
+
+
+def on_tp_rank(x_1s: Tensor) -> Tensor:
+    """This rank's part of [1, s] under sequence parallelism."""
+    from megatron.core import mpu
+
+    parts = x_1s.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
+    return parts[mpu.get_tensor_model_parallel_rank()].contiguous()
 
 
 def _bound(longest: int, total: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_patch.data import pretrain_dataset
 from megatron_patch.training import metrics
-from megatron_patch.training.batch import Packed, get_batch, get_packed
+from megatron_patch.training.batch import Packed, get_batch, get_packed, on_tp_rank
 from megatron_patch.training.loss import checked, token_loss, weighted_loss
 
 
@@ -115,10 +115,7 @@ def _padding_mask(row: Packed, config: Any, pre_process: bool) -> dict[str, Tens
     mask = row.padding
     if config.sequence_parallel and not pre_process:
         # Upstream cuts it beside the embedding only.
-        from megatron.core import mpu
-
-        parts = mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
-        mask = parts[mpu.get_tensor_model_parallel_rank()].contiguous()
+        mask = on_tp_rank(mask)
     return {"padding_mask": mask}
 
 
