@@ -2,8 +2,8 @@
 
 megatron-patch generate --load runs/mine --prompt "What do bees make?" --chat
 
-One rank, float32, every token by a pass over the whole sequence so far: to look at what a run has
-learned, and to compare with transformers token by token; serving is for other programs.
+One rank, float32, one text at a time, keys and values of earlier tokens kept: to look at what a run
+has learned, and to compare with transformers token by token; serving is for other programs.
 """
 
 from __future__ import annotations
@@ -154,9 +154,10 @@ def _continue(
 
     from megatron_patch.convert import one_rank
 
+    decode = one_rank.decoder(model, len(ids) + max(0, most))
     tokens = torch.tensor([list(ids)], device=device)
     for _ in range(most):
-        last = one_rank.logits(model, tokens)[0, -1, : spec.true_vocab_size].cpu()
+        last = decode(tokens)[: spec.true_vocab_size].cpu()
         if temperature:
             chosen = int(torch.multinomial((last / temperature).softmax(-1), 1, generator=draws))
         else:
@@ -164,7 +165,7 @@ def _continue(
         if chosen in ends:
             return
         yield chosen
-        tokens = torch.cat([tokens, tokens.new_tensor([[chosen]])], dim=1)
+        tokens = tokens.new_tensor([[chosen]])
 
 
 def _pieces(tokenizer: Any, ids: Iterator[int]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -78,3 +78,42 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         found: Tensor = model(tokens, positions, None).float()
     return found
+
+
+def decoder(model: Any, length: int) -> Callable[[Tensor], Tensor]:
+    """What continues one text: called with its new tokens, gives the logits behind the last.
+
+    Keys and values of earlier tokens are kept (upstream's static batching). Gated DeltaNet has no
+    such state upstream; models with it compute the whole text again for every token.
+
+    Args:
+        model: of `build`.
+        length: most tokens that the text will have.
+
+    Returns:
+        Function of int64 [1, n] to float32 [padded vocabulary].
+    """
+    import torch
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    if model.config.experimental_attention_variant is not None:
+        said: list[Tensor] = []
+
+        def again(tokens: Tensor) -> Tensor:
+            said.append(tokens)
+            return logits(model, torch.cat(said, dim=1))[0, -1]
+
+        return again
+    context = StaticInferenceContext(1, length)
+
+    def step(tokens: Tensor) -> Tensor:
+        start, size = context.sequence_len_offset, tokens.shape[1]
+        positions = torch.arange(start, start + size, device=tokens.device)[None]
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            found = model(tokens, positions, None, inference_context=context)
+        context.sequence_len_offset = start + size
+        context.enable_decode_mode()
+        last: Tensor = found[0, -1].float()
+        return last
+
+    return step

@@ -269,7 +269,10 @@ class SDPACoreAttention(MegatronModule):
         if attention_bias is not None:
             raise ValueError("attention bias needs Transformer Engine")
         kind = attn_mask_type or self.attn_mask_type
-        causal = kind in _CAUSAL
+        # Behind a cache of keys upstream asks for no mask; for one query causality is the same, and
+        # a window needs it.
+        one = query.shape[0] == 1 and self.attn_mask_type in _CAUSAL
+        causal = kind in _CAUSAL or (kind == AttnMaskType.no_mask and one)
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, causal)
         keep = None
