@@ -11,12 +11,12 @@ Shape suffixes: s tokens of this context-parallel rank (t under sequence paralle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from megatron_patch.training.batch import on_tp_rank
 from megatron_patch.util import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def keep_out(stages: Sequence[Any]) -> None:
@@ -40,6 +40,8 @@ def keep_out(stages: Sequence[Any]) -> None:
 
 def _stage(stage: Any) -> None:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    from megatron_patch.training.batch import on_tp_rank
 
     masks: list[Tensor] = []
 
