@@ -86,7 +86,7 @@ def _hf2mcore(args: argparse.Namespace) -> int:
         return _print(plan, output)
     _announce(plan, args.input_dir, output)
     stream.check_copies(plan)
-    return _carry_out(stream.Import.of(plan), output, args, part)
+    return _carry_out(stream.Import(plan), output, args, part)
 
 
 def mcore2hf(argv: Sequence[str], *, model_type: bool = False) -> int:

@@ -35,11 +35,14 @@ from typing import Any
 from megatron_patch.convert.rows import (
     ITEM_SIZE,
     Copy,
+    Extent,
     FileRows,
     Files,
     row_bytes,
     rows_of,
     tensor_bytes,
+    write_all,
+    write_rows,
 )
 from megatron_patch.patches.tracker_file import TRACKER
 from megatron_patch.util import UserError, atomic_write
@@ -86,23 +89,36 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     chunks: list[Chunk]
-    _by_first: dict[int, list[Chunk]] | None = field(default=None, repr=False)
+    _by_lead: dict[tuple[int, ...], list[Chunk]] | None = field(default=None, repr=False)
+    _depth: int = field(default=0, repr=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of data of the whole tensor."""
         return tensor_bytes(self.shape, self.dtype)
 
-    def near(self, first: int) -> list[Chunk]:
-        """Chunks that may touch index ``first`` of the first axis."""
-        if self._by_first is None:
-            by: dict[int, list[Chunk]] = {}
-            single = all(chunk.sizes and chunk.sizes[0] == 1 for chunk in self.chunks)
-            if single:
-                for chunk in self.chunks:
-                    by.setdefault(chunk.offset[0], []).append(chunk)
-            self._by_first = by
-        return self._by_first.get(first, []) if self._by_first else self.chunks
+    def near(self, offset: Sequence[int], sizes: Sequence[int]) -> list[Chunk]:
+        """Chunks that may touch a box.
+
+        Where layers, and experts of layers, share a key, all chunks are one wide on its first
+        axes, and those of one layer and expert are found by number.
+
+        Args:
+            offset: Where the box starts.
+            sizes: Its sizes.
+        """
+        if self._by_lead is None:
+            wide = (
+                next((axis for axis, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
+                for chunk in self.chunks
+            )
+            self._depth = min(wide, default=0)
+            self._by_lead = {}
+            for chunk in self.chunks:
+                self._by_lead.setdefault(chunk.offset[: self._depth], []).append(chunk)
+        if any(size != 1 for size in sizes[: self._depth]):
+            return self.chunks
+        return self._by_lead.get(tuple(offset[: self._depth]), [])
 
 
 @dataclass(frozen=True)
@@ -524,8 +540,7 @@ class RegionRows:
     def _boxes(self) -> Iterable[tuple[Chunk, tuple[tuple[int, ...], tuple[int, ...]]]]:
         """Chunks that touch the region, with start and sizes of what they share."""
         sizes = self._axes()
-        near = self._entry.near(self._offset[0]) if self._offset and sizes[0] == 1 else None
-        for chunk in self._entry.chunks if near is None else near:
+        for chunk in self._entry.near(self._offset, sizes):
             low = tuple(map(max, self._offset, chunk.offset))
             high = tuple(
                 min(a + b, c + d)
@@ -572,6 +587,20 @@ class RegionRows:
             start = relative[lead] if relative else 0
             pieces.append(_Piece(start, rows, count, None if full else inside, outside))
         return pieces
+
+    def extents(self, start: int, stop: int) -> Sequence[Extent] | None:
+        """See `rows.Rows`."""
+        if self._pieces is None:
+            self._pieces = self._find()
+        found: list[Extent] = []
+        for piece in sorted(self._pieces, key=lambda piece: piece.start):
+            low, high = max(start, piece.start), min(stop, piece.start + piece.count)
+            if low >= high:
+                continue
+            if piece.inside is not None:
+                return None
+            found += piece.rows.extents(low - piece.start, high - piece.start) or ()
+        return found
 
     def read(self, start: int, stop: int, into: memoryview) -> None:
         """See `rows.Rows`."""
@@ -733,14 +762,17 @@ class DistWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self._fd = os.open(self._folder / self._file, flags, 0o666)
 
-    def _append(self, block: bytes | memoryview) -> None:
-        view = memoryview(block)
-        while len(view):
-            view = view[os.write(self._fd, view) :]
-        self._at += len(block)
+    def _append(self, block: bytes) -> None:
+        self._at += write_all(self._fd, block, self._at)
 
     def write(
-        self, key: str, offset: tuple[int, ...], cuts: Sequence[int], copy: Copy, buffer: bytearray
+        self,
+        key: str,
+        offset: tuple[int, ...],
+        cuts: Sequence[int],
+        copy: Copy,
+        files: Files,
+        buffer: bytearray,
     ) -> int:
         """Write one tensor; returns its bytes.
 
@@ -749,6 +781,7 @@ class DistWriter:
             offset: Where the tensor starts under the key, over all its axes.
             cuts: First rows of chunks.
             copy: The tensor.
+            files: Open files, to read from.
             buffer: Scratch.
         """
         axis = len(offset) - len(copy.shape)
@@ -761,11 +794,10 @@ class DistWriter:
             start = self._at
             head, tail = record_frame(copy.dtype, sizes, start)
             self._append(head)
-            before = self._at
-            for block in copy.blocks(low, high, buffer):
-                self._append(block)
             expected = tensor_bytes(sizes, copy.dtype)
-            assert self._at - before == expected, (key, self._at - before, expected)
+            written = write_rows(copy, low, high, (self._fd, self._at), files, buffer)
+            assert written == expected, (key, written, expected)
+            self._at += written
             self._append(tail)
             self.written.append(
                 Written(key, tuple(place), sizes, self._file, start, self._at - start)

@@ -35,6 +35,7 @@ from megatron_patch.convert.rows import (
     tensor_bytes,
     transposed_rows,
     unpacked_rows,
+    write_rows,
 )
 from megatron_patch.convert.rules import Stack, refuse_stack
 from megatron_patch.util import UserError, atomic_write, human_bytes
@@ -448,16 +449,21 @@ class ShardWriter:
         self._folder = folder
         self._open: dict[str, int] = {}
 
-    def write(self, target: Target, copy: Copy | Quantised | Transposed, buffer: bytearray) -> int:
+    def write(
+        self,
+        target: Target,
+        copy: Copy | Quantised | Transposed,
+        files: Files,
+        buffer: bytearray,
+    ) -> int:
         """Write one tensor; returns its bytes."""
         fd = self._open.get(target.file)
         if fd is None:
             fd = self._open[target.file] = os.open(self._folder / target.file, os.O_WRONLY)
-        at = target.offset
-        for block in copy.blocks(0, rows_of(target.shape), buffer):
-            at += write_all(fd, block, at)
+        rows, place = rows_of(target.shape), (fd, target.offset)
+        written = write_rows(copy, 0, rows, place, files, buffer)
         expected = tensor_bytes(target.shape, target.dtype)
-        assert at - target.offset == expected, (target, at - target.offset, expected)
+        assert written == expected, (target, written, expected)
         return expected
 
     def close(self) -> None:
@@ -466,14 +472,6 @@ class ShardWriter:
             fd = self._open.popitem()[1]
             os.fsync(fd)
             os.close(fd)
-
-
-def write_all(fd: int, block: memoryview, at: int) -> int:
-    """Write a whole block at a place of a file; returns its length."""
-    done = 0
-    while done < len(block):
-        done += os.pwrite(fd, block[done:], at + done)
-    return done
 
 
 def write_index(folder: Path, targets: Sequence[Target]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import importlib.util
 import json
 import os
@@ -22,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch.convert import rows
 from megatron_patch.util import UserError, atomic_write
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ class CheckpointLayout:
 def checkpoint_layout(hf_dir: str | os.PathLike[str]) -> CheckpointLayout:
     """Ask Megatron-Core, in a process without GPU; the answer is kept for the next time.
 
+    That process also finds which rows the weight rules move where, so that nobody else needs torch
+    for a plan (`rows.know_runs`).
+
     Args:
         hf_dir: Directory with ``config.json``.
 
@@ -91,6 +94,7 @@ def checkpoint_layout(hf_dir: str | os.PathLike[str]) -> CheckpointLayout:
     if answer is None:
         answer = _ask(hf_dir)
         _keep(path, answer)
+    rows.know_runs(answer["runs"])
     return CheckpointLayout(
         {name: _place(*fields) for name, fields in answer["tensors"].items()},
         tuple(answer["objects"]),
@@ -174,8 +178,6 @@ def _ask(hf_dir: str | os.PathLike[str]) -> Any:
         stderr=subprocess.PIPE,
         text=True,
     )
-    # Needed later here; loading it now costs no time.
-    importlib.import_module("torch.distributed.checkpoint")
     output, errors = process.communicate()
     if process.returncode:
         tail = "\n".join((errors.strip() or output.strip()).splitlines()[-8:])
@@ -316,9 +318,14 @@ def main(argv: list[str]) -> int:
     cpu.enable()
     torch_backend.enable()
     layout = _places(_state_dict(spec))
+    operations = (
+        (rule.operation, tuple(map(rows.rows_of, rule.shapes)))
+        for rule in get_family(spec.family).rules(spec)
+    )
+    runs = rows.known_runs(operations)
     tensors = {name: dataclasses.astuple(place) for name, place in layout.tensors.items()}
     print()
-    print(json.dumps({"tensors": tensors, "objects": layout.objects}))
+    print(json.dumps({"tensors": tensors, "objects": layout.objects, "runs": runs}))
     return 0
 
 

@@ -10,8 +10,9 @@ A row is everything under one index of the first axis; a scalar counts as one ro
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
 #: Bytes a buffer holds: it stays in a core's cache (4 MiB measured several times slower), and takes
 #: few system calls.
 BUFFER = 1 << 20
+
+#: Bytes that the kernel is asked to move at once: a call cannot be interrupted.
+_MOVED = 8 << 20
+
+#: Bytes up to which going through a buffer costs less than asking the kernel.
+_SMALL = 64 << 10
+
+#: What the kernel answers where it cannot move bytes between two files: other file systems, old
+#: kernels, special files.
+_NOT_MOVED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 #: torch dtype name -> bytes an element.
 ITEM_SIZE = MappingProxyType(
@@ -62,6 +73,21 @@ class Run:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Consecutive bytes of a file.
+
+    Attributes:
+        path: The file; None: zeros.
+        offset: First byte.
+        length: How many.
+    """
+
+    path: Path | None
+    offset: int
+    length: int
+
+
 class Rows(Protocol):
     """A tensor somewhere in files, readable by rows."""
 
@@ -80,12 +106,16 @@ class Rows(Protocol):
             UserError: The file ends before.
         """
 
+    def extents(self, start: int, stop: int) -> Sequence[Extent] | None:
+        """Where rows ``start`` to ``stop`` stand, in order; None where they have to be computed."""
+
 
 class Files:
     """Open files for reading, each opened once."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
+        self._kernel_moves = hasattr(os, "copy_file_range")
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         """Fill ``into`` from byte ``offset`` on.
@@ -93,14 +123,7 @@ class Files:
         Raises:
             UserError: The file is missing or ends before.
         """
-        fd = self._open.get(path)
-        if fd is None:
-            try:
-                fd = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise UserError(f"{path}: {error.strerror}") from None
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            self._open[path] = fd
+        fd = self._descriptor(path)
         done = 0
         while done < len(into):
             got = os.preadv(fd, [into[done:]], offset + done)
@@ -110,6 +133,52 @@ class Files:
                     f"cut off: copy or download it again."
                 )
             done += got
+
+    def _descriptor(self, path: Path) -> int:
+        fd = self._open.get(path)
+        if fd is None:
+            try:
+                fd = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise UserError(f"{path}: {error.strerror}") from None
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            self._open[path] = fd
+        return fd
+
+    def copy(self, extent: Extent, fd: int, at: int, buffer: bytearray) -> int:
+        """Put an extent at byte ``at`` of another file; returns its length.
+
+        The kernel moves the bytes where it can, which is once instead of twice through memory.
+
+        Raises:
+            UserError: The file is missing or ends before.
+        """
+        done = 0
+        while done < extent.length:
+            left = extent.length - done
+            moved = 0
+            if extent.path is not None and self._kernel_moves:
+                moved = self._move(extent.path, extent.offset + done, left, fd, at + done)
+            if not moved:
+                with memoryview(buffer)[: min(left, len(buffer))] as block:
+                    if extent.path is None:
+                        block[:] = bytes(len(block))
+                    else:  # also says what is wrong where the file ends
+                        self.read(extent.path, extent.offset + done, block)
+                    moved = write_all(fd, block, at + done)
+            done += moved
+        return done
+
+    def _move(self, path: Path, offset: int, length: int, fd: int, at: int) -> int:
+        """Bytes that the kernel moved; 0 where it does not."""
+        source = self._descriptor(path)
+        try:
+            return os.copy_file_range(source, fd, min(length, _MOVED), offset, at)
+        except OSError as error:
+            if error.errno not in _NOT_MOVED:
+                raise
+            self._kernel_moves = False
+            return 0
 
     def close(self) -> None:
         """Close all of them."""
@@ -121,6 +190,14 @@ class Files:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def write_all(fd: int, block: bytes | memoryview, at: int) -> int:
+    """Write a whole block at a place of a file; returns its length."""
+    done, view = 0, memoryview(block)
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], at + done)
+    return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +221,11 @@ class FileRows:
     def read(self, start: int, stop: int, into: memoryview) -> None:
         """See `Rows`."""
         self.files.read(self.path, self.offset + start * row_bytes(self.shape, self.dtype), into)
+
+    def extents(self, start: int, stop: int) -> Sequence[Extent] | None:
+        """See `Rows`."""
+        size = row_bytes(self.shape, self.dtype)
+        return (Extent(self.path, self.offset + start * size, (stop - start) * size),)
 
     def columns(self, start: int, stop: int) -> ColumnRows:
         """Columns ``start`` to ``stop`` (of the second axis) as a tensor of their own."""
@@ -182,6 +264,10 @@ class ColumnRows:
         for row in range(stop - start):
             self.of.files.read(self.of.path, at, into[row * size : (row + 1) * size])
             at += whole
+
+    def extents(self, start: int, stop: int) -> Sequence[Extent] | None:
+        """See `Rows`; too small to be worth a call each."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +319,10 @@ class ScaledRows:
             end = min(stop, (block + 1) * FP8_BLOCK) - start
             result[begin:end] = weight[begin:end] * scale[block - low]
 
+    def extents(self, start: int, stop: int) -> Sequence[Extent] | None:
+        """See `Rows`; they are products."""
+        return None
+
 
 class HeldRows:
     """A tensor that has to be made whole before its first row is known; kept as long as this."""
@@ -257,6 +347,10 @@ class HeldRows:
             self._data = bytes_of(self._make(), None)
         size = row_bytes(self.shape, self.dtype)
         into[:] = self._data[start * size : stop * size]
+
+    def extents(self, start: int, stop: int) -> Sequence[Extent] | None:
+        """See `Rows`; they are in memory."""
+        return None
 
 
 def transposed_rows(of: FileRows) -> HeldRows:
@@ -344,6 +438,20 @@ class JoinedRows:
                 part.read(low - at, high - at, block)
             at += part.shape[0]
 
+    def extents(self, start: int, stop: int) -> Sequence[Extent] | None:
+        """See `Rows`."""
+        found: list[Extent] = []
+        at = 0
+        for part in self.parts:
+            low, high = max(start, at), min(stop, at + part.shape[0])
+            if low < high:
+                more = part.extents(low - at, high - at)
+                if more is None:
+                    return None
+                found += more
+            at += part.shape[0]
+        return found
+
 
 def rows_of(shape: Sequence[int]) -> int:
     """Number of rows."""
@@ -365,6 +473,41 @@ def moves_rows(operation: Operation) -> bool:
     return bool(getattr(operation, "rowwise", False))
 
 
+#: Runs that are known already, by `run_key`; finding them takes torch.
+_KNOWN: dict[str, Any] = {}
+
+
+def run_key(operation: Operation, rows: int | tuple[int, ...]) -> str:
+    """Name of an operation's runs: forward with the rows of each HF tensor, inverse with theirs."""
+    return f"{operation!r} {rows}"
+
+
+def know_runs(found: Mapping[str, Any]) -> None:
+    """Take over what `known_runs` of another process told."""
+    _KNOWN.update(found)
+
+
+def known_runs(operations: Iterable[tuple[Operation, tuple[int, ...]]]) -> dict[str, Any]:
+    """Runs of operations both ways, JSON-able, for `know_runs`.
+
+    Args:
+        operations: Each with the rows of its HF tensors.
+    """
+    found: dict[str, Any] = {}
+    for operation, rows in operations:
+        if moves_rows(operation) and run_key(operation, rows) not in found:
+            runs = forward_runs(operation, rows)
+            whole = sum(run.count for run in runs)
+            found[run_key(operation, rows)] = [_plain(run) for run in runs]
+            back = inverse_runs(operation, whole)
+            found[run_key(operation, whole)] = [[_plain(run) for run in part] for part in back]
+    return found
+
+
+def _plain(run: Run) -> tuple[int | None, int, int]:
+    return run.part, run.start, run.count
+
+
 @lru_cache(maxsize=4096)
 def forward_runs(operation: Operation, rows: tuple[int, ...]) -> tuple[Run, ...]:
     """The Megatron tensor's rows, in order, as runs of the HF tensors' rows.
@@ -373,6 +516,9 @@ def forward_runs(operation: Operation, rows: tuple[int, ...]) -> tuple[Run, ...]
         operation: One for which `moves_rows` holds.
         rows: Number of rows of each HF tensor.
     """
+    known = _KNOWN.get(run_key(operation, rows))
+    if known is not None:
+        return tuple(Run(*fields) for fields in known)
     import torch
 
     # 0 stays for rows that the operation adds.
@@ -387,6 +533,9 @@ def forward_runs(operation: Operation, rows: tuple[int, ...]) -> tuple[Run, ...]
 @lru_cache(maxsize=4096)
 def inverse_runs(operation: Operation, rows: int) -> tuple[tuple[Run, ...], ...]:
     """For each HF tensor its rows, in order, as runs of the Megatron tensor's rows."""
+    known = _KNOWN.get(run_key(operation, rows))
+    if known is not None:
+        return tuple(tuple(Run(*fields) for fields in part) for part in known)
     import torch
 
     parts = operation.inverse(torch.arange(1, rows + 1))
@@ -534,6 +683,21 @@ class Copy:
             return Copy(self.sources, runs, None, shape, self.dtype)
         return Copy(self.sources, (), lambda parts: make(parts)[first:stop], shape, self.dtype)
 
+    def extents(self, start: int, stop: int) -> Sequence[Extent] | None:
+        """Where the bytes of rows ``start`` to ``stop`` of the result stand, see `Rows`."""
+        if self.make is not None or any(source.dtype != self.dtype for source in self.sources):
+            return None
+        found: list[Extent] = []
+        size = row_bytes(self.shape, self.dtype)
+        for run in part_of(self.runs, start, stop):
+            more: Sequence[Extent] | None = (Extent(None, 0, run.count * size),)
+            if run.part is not None:
+                more = self.sources[run.part].extents(run.start, run.start + run.count)
+            if more is None:
+                return None
+            found += more
+        return found
+
     def blocks(self, start: int, stop: int, buffer: bytearray) -> Iterator[memoryview]:
         """Bytes of rows ``start`` to ``stop`` of the result, see `blocks`."""
         if self.make is None:
@@ -559,6 +723,10 @@ class Transposed:
 
     of: Copy
 
+    def extents(self, start: int, stop: int) -> Sequence[Extent] | None:
+        """As `Copy.extents`; no row stands anywhere in one piece."""
+        return None
+
     def blocks(self, start: int, stop: int, buffer: bytearray) -> Iterator[memoryview]:
         """As `Copy.blocks`; rows are those of the result."""
         import torch
@@ -566,6 +734,35 @@ class Transposed:
         data = bytearray(b"".join(self.of.blocks(0, rows_of(self.of.shape), buffer)))
         matrix = torch.frombuffer(data, dtype=getattr(torch, self.of.dtype)).view(self.of.shape)
         yield bytes_of(matrix.T[start:stop], None)
+
+
+def write_rows(
+    copy: Copy | Quantised | Transposed,
+    start: int,
+    stop: int,
+    target: tuple[int, int],
+    files: Files,
+    buffer: bytearray,
+) -> int:
+    """Write rows of a tensor to a file; returns their bytes.
+
+    Args:
+        copy: The tensor.
+        start: Its first row.
+        stop: The row after its last one.
+        target: The file and the byte where they go.
+        files: Open files, to read from.
+        buffer: Scratch.
+    """
+    (fd, begin), at = target, target[1]
+    extents = copy.extents(start, stop)
+    if extents and sum(extent.length for extent in extents) >= _SMALL * len(extents):
+        for extent in extents:
+            at += files.copy(extent, fd, at, buffer)
+    else:
+        for block in copy.blocks(start, stop, buffer):
+            at += write_all(fd, block, at)
+    return at - begin
 
 
 #: The largest number of the format.
@@ -589,6 +786,10 @@ class Quantised:
     of: Copy
     scales: bool
     powers: bool = False
+
+    def extents(self, start: int, stop: int) -> Sequence[Extent] | None:
+        """As `Copy.extents`; every number is computed."""
+        return None
 
     def blocks(self, start: int, stop: int, buffer: bytearray) -> Iterator[memoryview]:
         """As `Copy.blocks`; rows are those of the weight, or of the scales."""

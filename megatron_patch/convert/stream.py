@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import importlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -52,6 +54,9 @@ class Job(Protocol):
     def prepare(self, folder: Path) -> None:
         """What has to stand before any part is written; may be done twice."""
 
+    def warm_up(self) -> None:
+        """Import what `finish` needs, beside the parts that are being written."""
+
     def write(
         self, folder: Path, part: int, parts: int, done: Callable[[int], None]
     ) -> dict[str, Any]:
@@ -67,38 +72,9 @@ class Import:
 
     Attributes:
         plan: The plan.
-        bookkeeping: What stands under every key of a module's bookkeeping, as a record.
-        common: The part of a checkpoint that is no tensor, as a record.
     """
 
     plan: ImportPlan
-    bookkeeping: bytes
-    common: bytes
-
-    @classmethod
-    def of(cls, plan: ImportPlan) -> Import:
-        """The job of a plan."""
-        from argparse import Namespace
-
-        import torch
-
-        # Layers are stored once for all layouts; sizes 1 say so to who asks.
-        args = Namespace(
-            **plan.spec.args,
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            no_save_optim=True,
-            no_save_rng=True,
-            ckpt_format="torch_dist",
-        )
-        common = {
-            "args": args,
-            "checkpoint_version": 3.0,
-            "iteration": 0,
-            "content_metadata": dict(CONTENT_METADATA),
-        }
-        nothing = torch.empty(0, dtype=torch.uint8)
-        return cls(plan, dist_io.pickled_object(nothing), dist_io.pickled_object(common))
 
     def nbytes(self) -> int:
         """See `Job`."""
@@ -112,6 +88,10 @@ class Import:
         """See `Job`."""
         (folder / RELEASE).mkdir(exist_ok=True)
 
+    def warm_up(self) -> None:
+        """See `Job`."""
+        importlib.import_module("torch.distributed.checkpoint")
+
     def write(
         self, folder: Path, part: int, parts: int, done: Callable[[int], None]
     ) -> dict[str, Any]:
@@ -123,21 +103,18 @@ class Import:
             for index in split([step.nbytes for step in steps], parts)[part]:
                 place = steps[index].place
                 copy = self.plan.copy(steps[index], files)
-                done(writer.write(place.key, place.offset, place.cuts, copy, buffer))
-        if part == 0:
-            for key in self.plan.objects:
-                writer.write_object(key, self.bookkeeping)
-            writer.write_object(f"{dist_io.COMMON}/shard_0_1", self.common)
+                done(writer.write(place.key, place.offset, place.cuts, copy, files, buffer))
         writer.close()
         return {"written": [dataclasses.astuple(record) for record in writer.written]}
 
     def finish(self, folder: Path, results: list[dict[str, Any]]) -> list[str]:
         """See `Job`."""
         written = [
-            Written(key, None if offset is None else tuple(offset), tuple(sizes), *rest)
+            Written(key, tuple(offset), tuple(sizes), *rest)
             for result in results
             for key, offset, sizes, *rest in result["written"]
         ]
+        written += self._write_objects(folder / RELEASE, len(results))
         dist_io.write_metadata(folder / RELEASE, self.plan.tensors(), written)
         (folder / "hf").mkdir()
         left = hf_io.copy_companions(self.plan.hf_dir, folder / "hf", leave=(RECORD,))
@@ -151,6 +128,35 @@ class Import:
         atomic_write(folder / "hf" / RECORD, json.dumps(record) + "\n")
         atomic_write(folder / TRACKER, RELEASE)
         return [f"not copied along: {', '.join(left)}"] if left else []
+
+    def _write_objects(self, folder: Path, part: int) -> list[Written]:
+        """What is no tensor: the bookkeeping of every module, empty, and the run's arguments."""
+        from argparse import Namespace
+
+        import torch
+
+        nothing = dist_io.pickled_object(torch.empty(0, dtype=torch.uint8))
+        # Layers are stored once for all layouts; sizes 1 say so to who asks.
+        args = Namespace(
+            **self.plan.spec.args,
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            no_save_optim=True,
+            no_save_rng=True,
+            ckpt_format="torch_dist",
+        )
+        common = {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "content_metadata": dict(CONTENT_METADATA),
+        }
+        writer = DistWriter(folder, part)
+        for key in self.plan.objects:
+            writer.write_object(key, nothing)
+        writer.write_object(f"{dist_io.COMMON}/shard_0_1", dist_io.pickled_object(common))
+        writer.close()
+        return writer.written
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,9 @@ class ExportJob:
         if not (folder / self.plan.shards[-1].name).exists():
             hf_io.create_shards(folder, self.plan.shards)
 
+    def warm_up(self) -> None:
+        """See `Job`: nothing is."""
+
     def write(
         self, folder: Path, part: int, parts: int, done: Callable[[int], None]
     ) -> dict[str, Any]:
@@ -183,7 +192,7 @@ class ExportJob:
         with Files() as files:
             for index in split(sizes, parts)[part]:
                 copy = self.plan.copy(exports[index], files)
-                done(writer.write(exports[index].target, copy, buffer))
+                done(writer.write(exports[index].target, copy, files, buffer))
         writer.close()
         return {"tensors": len(split(sizes, parts)[part])}
 
@@ -382,6 +391,7 @@ def _store(folder: Path, job: Job, part: int, parts: int, result: dict[str, Any]
 
 def _write_parts(job: Job, folder: Path, workers: int) -> list[dict[str, Any]]:
     progress = Progress(job.nbytes())
+    threading.Thread(target=job.warm_up, daemon=True).start()
     if workers == 1:
         done = 0
 

@@ -274,7 +274,7 @@ layout = test_convert.layout(hf)
 imported = plan.plan_import(hf, dtype, lay_out=lambda _: layout)
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 before = peak()
-stream.convert(stream.Import.of(imported), out, 1)
+stream.convert(stream.Import(imported), out, 1)
 exported = plan.plan_export(out, hf, dtype, lay_out=lambda _: layout)
 stream.convert(stream.ExportJob(exported), back, 1)
 print(peak() - before, torch.cuda.is_initialized(), torch.distributed.is_initialized())
