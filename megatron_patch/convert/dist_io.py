@@ -44,6 +44,7 @@ from megatron_patch.convert.rows import (
     write_all,
     write_rows,
 )
+from megatron_patch.patches.strict_load import is_extra_state
 from megatron_patch.patches.tracker_file import TRACKER
 from megatron_patch.util import UserError, atomic_write
 
@@ -260,6 +261,8 @@ def read_checkpoint(folder: Path, *, whole: bool = True) -> Checkpoint:
         }
         tensors, objects = {}, {}
         for key, entry in found.state_dict_metadata.items():
+            if is_extra_state(key) and (key, None) not in places and not _found(key, entry, places):
+                continue  # an empty tensor may have no record
             if not hasattr(entry, "chunks"):
                 objects[key] = places[key, None]
                 continue
@@ -273,6 +276,9 @@ def read_checkpoint(folder: Path, *, whole: bool = True) -> Checkpoint:
                 for chunk in entry.chunks
             ]  # fmt: skip
             dtype = entry.properties.state[0]
+            if dtype not in ITEM_SIZE and is_extra_state(key):
+                objects[key] = chunks[0].record
+                continue
             if dtype not in ITEM_SIZE:
                 raise UserError(f"{path}: {key} has a dtype that is not supported.")
             tensors[key] = Entry(key, tuple(entry.size), dtype, chunks)
@@ -284,6 +290,12 @@ def read_checkpoint(folder: Path, *, whole: bool = True) -> Checkpoint:
     for problem in incomplete(checkpoint) if whole else ():
         raise UserError(f"{problem}; {path} lists it. Copy the checkpoint again.")
     return checkpoint
+
+
+def _found(key: str, entry: Any, places: Mapping[Any, Record]) -> bool:
+    """Whether every chunk of an entry has a record."""
+    chunks = getattr(entry, "chunks", ())
+    return bool(chunks) and all((key, chunk.offsets) in places for chunk in chunks)
 
 
 def _transformed(path: Path, info: Any) -> bool:

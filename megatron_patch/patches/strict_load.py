@@ -53,6 +53,22 @@ def expected_of_checkpoint(checkpoint: Mapping[Any, Any], asked: set[str]) -> di
     }
 
 
+def _incomplete(checkpoint: Mapping[Any, Any], asked: list[Any]) -> set[str]:
+    """Keys of bookkeeping of which a checkpoint has not every entry that is asked for.
+
+    Entries of several layers share a key, and are loaded all or none.
+
+    Args:
+        checkpoint: entries by name.
+        asked: what all ranks ask for.
+    """
+    return {
+        x.key
+        for x in asked
+        if is_extra_state(x.key) and getattr(x, "unique_key", x.key) not in checkpoint
+    }
+
+
 def weights_both_ways(validate: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap upstream's comparison of what is asked for with what there is."""
 
@@ -75,10 +91,12 @@ def weights_both_ways(validate: Callable[..., Any]) -> Callable[..., Any]:
             )  # fmt: skip
         there = {entry.key for entry in ckpt_sharded_metadata.values()}
         adapted = any(ADAPTER in key for key in there)
+        everyone = [x for rank in global_metadata or [local_metadata or []] for x in rank]
+        partial = _incomplete(ckpt_sharded_metadata, everyone)
 
         def may_lack(key: str) -> bool:
-            fresh = ADAPTER in key and not adapted
-            return (is_extra_state(key) or fresh) and key not in there
+            fresh = ADAPTER in key and not adapted and key not in there
+            return fresh or (is_extra_state(key) and (key not in there or key in partial))
 
         _, sharded_state_dict = extract_matching_values(
             sharded_state_dict, lambda x: may_lack(x.key)

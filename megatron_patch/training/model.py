@@ -129,6 +129,7 @@ def model_config(
     def before_wrapping(stages: list[Any]) -> list[Any]:
         from megatron_patch.models.rope import apply_rope
         from megatron_patch.training import figures
+        from megatron_patch.training.bookkeeping import accept_any_form
         from megatron_patch.training.mtp import weigh_by_main_targets
 
         for stage in stages:
@@ -142,6 +143,7 @@ def model_config(
                 compute_without_kernels(stage)
             weigh_by_main_targets(stage)
             _say_who_shares(stage)
+            accept_any_form(stage)
             stage.fused_loss = None
             if linear_cross_entropy:
                 from megatron_patch.ops import linear_cross_entropy as fused

@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_patch.convert import commands, dist_io, hf_io
 from megatron_patch.data.idxmap import Writer
 from megatron_patch.training import metrics
 from tests.dist.harness import RankServer
+from tests.unit.checkpoints import bookkeeping_forms, change_bookkeeping
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 import configs
@@ -103,8 +105,6 @@ class Converted:
 
 
 def tensors(ranks: RankServer, source: Path, scratch: Path) -> dict[str, np.ndarray]:
-    import torch
-
     ranks.run("tests.dist.jobs:load_tensors", 1, scratch, source=str(source))
     state = torch.load(scratch / "tensors.pt", weights_only=True)
     return {name: value.float().numpy() for name, value in state.items()}
@@ -125,7 +125,6 @@ def converted(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> An
 
 def convert(ranks: RankServer, config: dict[str, Any], folder: Path) -> Converted:
     """A random model of a config, converted; the first loss is transformers'."""
-    import torch
     from check_family import add_around_mtp, random_hf_model, resolve
 
     spec = resolve(config, folder / "config")
@@ -214,6 +213,50 @@ def test_a_file_cut_off_while_it_is_read(ranks: RankServer, converted: Any, tmp_
         assert f"error: {victim} ends at byte" in words and "Traceback" not in words
 
 
+LOST = "decoder.layers.self_attention.linear_proj.weight"
+
+
+def _other_bookkeeping(start: Converted, folder: Path, drop: str = "") -> Path:
+    shutil.copytree(start.mcore, folder)
+    forms = change_bookkeeping(folder / "release", drop)
+    assert set(forms.values()) == set(bookkeeping_forms())
+    return folder
+
+
+def test_any_form_of_bookkeeping_is_read(ranks: RankServer, converted: Any, tmp_path: Path) -> None:
+    start = converted("qwen3")
+    mcore = _other_bookkeeping(start, tmp_path / "mcore")
+    where = ["--input-dir", str(mcore), "--output-dir", str(tmp_path / "back")]
+    assert commands.mcore2hf(where) == 0
+    given, back = load_tensors(start.hf), load_tensors(tmp_path / "back")
+    assert sorted(given) == sorted(back)
+    assert all(torch.equal(given[name], back[name]) for name in given)
+    assert commands.verify(["--hf-dir", str(start.hf), "--mcore-dir", str(mcore)]) == 0
+    argv = flags(start, tmp_path / "run", mcore)
+    result = ranks.run("tests.dist.jobs:train", 1, tmp_path / "job", argv=argv)
+    assert result.values == [{"status": 0}]
+    (first,) = metrics.read(tmp_path / "run")
+    assert first["lm loss"] == pytest.approx(start.loss, rel=2e-6)
+    assert "load_return" not in result.logs[0].read_text(), "the load was strict"
+
+
+def test_a_lost_weight_is_named(
+    ranks: RankServer, converted: Any, tmp_path: Path, capsys: Any
+) -> None:
+    start = converted("qwen3")
+    mcore = _other_bookkeeping(start, tmp_path / "mcore", LOST)
+    where = ["--input-dir", str(mcore), "--output-dir", str(tmp_path / "back")]
+    assert commands.mcore2hf(where) == 2
+    assert f"lacks 1 tensors ({LOST})" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+    assert commands.verify(["--hf-dir", str(start.hf), "--mcore-dir", str(mcore)]) == 1
+    assert f"{LOST} is missing from the Megatron checkpoint" in capsys.readouterr().out
+    argv = flags(start, tmp_path / "run", mcore)
+    result = ranks.run("tests.dist.jobs:train", 1, tmp_path / "job", argv=argv)
+    assert result.values == [{"status": 2}]
+    assert f"the checkpoint lacks 1 that the model has: {LOST}" in result.logs[0].read_text()
+
+
 def load_tensors(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
@@ -225,8 +268,6 @@ def load_tensors(folder: Path) -> dict[str, Any]:
 
 def _exports(start: Converted, folder: Path, layout: str) -> None:
     """What the run saved, optimizer states beside, is the HF model again, bit for bit."""
-    import torch
-
     checkpoints = folder / "run" / "checkpoints"
     held = dist_io.read_checkpoint(dist_io.find_checkpoint(checkpoints))
     assert any(key.startswith("optimizer.") for key in held.tensors)
