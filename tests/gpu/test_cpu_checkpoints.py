@@ -63,6 +63,9 @@ LOW = {
     "qwen3-fp8": ("qwen3", ("--precision", "bf16", "--fp8", "delayed"), 5e-2),
 }
 
+#: A run from the checkpoint of a run in FP8.
+AGAIN = "qwen3-fp8 again"
+
 RUNS = {kind: (kind, ("--precision", "fp32"), limit) for kind, limit in KINDS.items()} | LOW
 
 
@@ -126,6 +129,25 @@ def train(name: str, folder: Path) -> Trained:
     return Trained(known["cpu"], first["lm loss"], known["transformers"], made / "hf", back)
 
 
+def other_bookkeeping(folder: Path) -> float:
+    """First loss in FP8 from a checkpoint of FP8 whose bookkeeping is in every form."""
+    from megatron_patch.convert import dist_io
+    from megatron_patch.training import metrics
+    from tests.unit.checkpoints import change_bookkeeping
+
+    start = folder / "qwen3-fp8-gpu" / "checkpoints"
+    assert change_bookkeeping(dist_io.find_checkpoint(start))
+    known = json.loads((folder / "qwen3" / "cpu.json").read_text())
+    other = {
+        str(folder / "qwen3" / "cpu"): str(folder / "again"),
+        str(folder / "qwen3" / "mcore"): str(start),
+    }
+    argv = [other.get(word, word) for word in known["argv"]]
+    run(["megatron_patch.pretrain", *argv, *RUNS["qwen3-fp8"][1]], folder / "again.log")
+    (first,) = metrics.read(folder / "again")
+    return first["lm loss"]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every run, or the exception that ended it; all at once, each mostly imports."""
@@ -149,6 +171,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         results = pool.map(lambda name: attempt(train, name, folder), names)
         found = {name: trouble[kind] for name, (kind, _, _) in RUNS.items()}
         found |= dict(zip(names, results, strict=True))
+    found[AGAIN] = attempt(other_bookkeeping, folder)
     return found
 
 
@@ -179,6 +202,14 @@ def test_first_loss_is_the_cpus(name: str, trained: dict[str, Any]) -> None:
         assert moved < 1e-25, tensor_name
     weights = {tensor.dtype for tensor in back.values()}
     assert torch.float32 in weights if "fp32" in more else torch.bfloat16 in weights
+
+
+def test_fp8_goes_on_with_any_form_of_bookkeeping(trained: dict[str, Any]) -> None:
+    for name in ("qwen3-fp8", AGAIN):
+        if isinstance(trained[name], Exception):
+            raise trained[name]
+    print(f"FP8: {trained['qwen3-fp8'].gpu:.6f}, with other bookkeeping {trained[AGAIN]:.6f}")
+    assert trained[AGAIN] == pytest.approx(trained["qwen3-fp8"].gpu, rel=2e-2)
 
 
 if __name__ == "__main__":
