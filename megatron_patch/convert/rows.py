@@ -473,8 +473,10 @@ def moves_rows(operation: Operation) -> bool:
     return bool(getattr(operation, "rowwise", False))
 
 
-#: Runs that are known already, by `run_key`; finding them takes torch.
-_KNOWN: dict[str, Any] = {}
+@lru_cache(maxsize=1)
+def _known() -> dict[str, Any]:
+    """Runs that are known already, by `run_key`; finding them takes torch."""
+    return {}
 
 
 def run_key(operation: Operation, rows: int | tuple[int, ...]) -> str:
@@ -484,7 +486,7 @@ def run_key(operation: Operation, rows: int | tuple[int, ...]) -> str:
 
 def know_runs(found: Mapping[str, Any]) -> None:
     """Take over what `known_runs` of another process told."""
-    _KNOWN.update(found)
+    _known().update(found)
 
 
 def known_runs(operations: Iterable[tuple[Operation, tuple[int, ...]]]) -> dict[str, Any]:
@@ -516,7 +518,7 @@ def forward_runs(operation: Operation, rows: tuple[int, ...]) -> tuple[Run, ...]
         operation: One for which `moves_rows` holds.
         rows: Number of rows of each HF tensor.
     """
-    known = _KNOWN.get(run_key(operation, rows))
+    known = _known().get(run_key(operation, rows))
     if known is not None:
         return tuple(Run(*fields) for fields in known)
     import torch
@@ -533,7 +535,7 @@ def forward_runs(operation: Operation, rows: tuple[int, ...]) -> tuple[Run, ...]
 @lru_cache(maxsize=4096)
 def inverse_runs(operation: Operation, rows: int) -> tuple[tuple[Run, ...], ...]:
     """For each HF tensor its rows, in order, as runs of the Megatron tensor's rows."""
-    known = _KNOWN.get(run_key(operation, rows))
+    known = _known().get(run_key(operation, rows))
     if known is not None:
         return tuple(tuple(Run(*fields) for fields in part) for part in known)
     import torch
