@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_patch.util import UserError, atomic_write
+from megatron_patch.util import RankLost, UserError, atomic_write
 
 #: Inclusive lower and exclusive upper bound of the Megatron-Core line that is tested.
 MEGATRON_CORE_MIN = "0.19.2"
@@ -228,6 +228,23 @@ _EXPLAINED: tuple[tuple[str, str], ...] = (
 )
 
 
+#: What a rank hears when another one has gone: gloo's, NCCL's and the store's words.
+_GONE = re.compile(
+    r"gloo/transport.*?((?:Connection (?:closed|reset) by peer|Broken pipe).{0,60})"
+    r"|(remote process exited or there was a network error)|(ncclRemoteError)"
+    r"|(failed to recv, got 0 bytes|recvValue failed|sendBytes failed)",
+    re.DOTALL,
+)
+
+
+def rank_gone(message: str) -> str | None:
+    """In which words a collective says that another rank has gone; None where it says not."""
+    found = _GONE.search(message)
+    if found is None:
+        return None
+    return next(group for group in found.groups() if group).partition("\n")[0]
+
+
 def explain(message: str) -> str | None:
     """An upstream error in the user's words, or None where there is no need."""
     for pattern, words in _EXPLAINED:
@@ -272,6 +289,8 @@ def pretrain(
         words = explain(str(error))
         if words is not None:
             raise UserError(words) from error
+        if gone := rank_gone(str(error)):
+            raise RankLost(f"this rank has lost its connection to another one ({gone})") from error
         if isinstance(error, CheckpointException):
             causes = [cause for cause, _ in error.failures.values()]
             for cause in causes:

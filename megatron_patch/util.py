@@ -16,8 +16,17 @@ from typing import Any
 class UserError(ValueError):
     """A mistake the user can mend: the message names the flag or file, the numbers and the remedy.
 
-    Command-line entry points print it as ``error: ...`` and exit with code 2, without a traceback.
+    Command-line entry points print it as ``error: ...`` and exit with ``status``, without a
+    traceback.
     """
+
+    status = 2
+
+
+class RankLost(UserError):
+    """Another rank or node has gone; the same command may be started again as it is."""
+
+    status = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class Once(argparse.Action):

@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_patch import __version__
+from megatron_patch.launch import meeting
 from megatron_patch.launch.flags import NEUTRAL, Flags, Options, split_flags
 from megatron_patch.launch.process import Command, build_command, supervise
 from megatron_patch.launch.reach import require_meeting_point
 from megatron_patch.launch.world import Machine, World, detect, probe
 from megatron_patch.training import args, resume
-from megatron_patch.training.flags import flag_name
+from megatron_patch.training.flags import OwnFlags, flag_name
 from megatron_patch.util import UserError
 
 
@@ -198,20 +199,28 @@ def start(
         print(f"\nthis was started once, so it goes on through srun:\n{srun.shell()}")
     if options.dry_run:
         print(f"\n{command.shell()}\n", flush=True)
-    if not options.no_check:
-        status, report = preflight(world, checked)
-        if not status and not options.dry_run:
-            require_length_and_data(world, checked)
-        if status or world.leads or options.dry_run:
-            print(report, end="", flush=True)
-        if status:
-            return status
-    if options.dry_run:
-        print("dry run: nothing was started or written")
-        return 0
-    resume.check_output(folder, start=True)
-    if not options.no_check:
-        require_meeting_point(world)
+    party = None if options.dry_run else _party(world, flags, folder, environ)
+    try:
+        if not options.no_check:
+            status, report = preflight(world, checked)
+            if not status and not options.dry_run:
+                require_length_and_data(world, checked)
+            if status or world.leads or options.dry_run:
+                print(report, end="", flush=True)
+            if status:
+                return status
+        if options.dry_run:
+            print("dry run: nothing was started or written")
+            return 0
+        resume.check_output(folder, start=True)
+        if not options.no_check:
+            require_meeting_point(world)
+    except UserError as refusal:
+        print(f"error: {refusal}", file=sys.stderr, flush=True)
+        if party is not None:
+            meeting.refuse(party, str(refusal))
+        return 2
+    link = meeting.meet(party) if party is not None else None
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     if world.leads and (problem := link_logs(folder)):
@@ -227,9 +236,17 @@ def start(
             "minute",
             flush=True,
         )
-    outcome = supervise(command, environ, log)
+    outcome = supervise(command, environ, log, link)
+    news = link.finish(outcome.status, outcome.error, _PATIENCE) if link is not None else None
     if outcome.interrupted:
         print(f"interrupted; the whole text is in {log}", flush=True)
+    elif news is not None and outcome.status:
+        print(
+            f"error: {news.line()}; this node ended too. The same command goes on from the last "
+            f"checkpoint\nthe whole text is in {log}",
+            file=sys.stderr,
+        )
+        return news.status
     elif outcome.status:
         cause = f": {outcome.error}" if outcome.error else ""
         print(
@@ -238,6 +255,28 @@ def start(
             file=sys.stderr,
         )
     return outcome.status
+
+
+#: Seconds that a failed node waits for the news that another one failed before it.
+_PATIENCE = 5.0
+
+
+def _party(
+    world: World, flags: Flags, folder: Path, environ: Mapping[str, str]
+) -> meeting.Party | None:
+    """Who has to be there before the start; None for one node, or where nobody shall look."""
+    limit = flags.get("comm_check")
+    limit = OwnFlags.comm_check if limit is None else limit
+    if world.nodes < 2 or not limit:
+        return None
+    return meeting.Party(
+        world,
+        meeting.host_name(environ),
+        limit,
+        meeting.given(flags),
+        folder,
+        lambda line: print(line, flush=True),
+    )
 
 
 def _srun(call: Call, world: World, environ: Mapping[str, str]) -> Command:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.launch.flags import Flags
+from megatron_patch.launch.meeting import Link
 from megatron_patch.launch.world import Machine, World
 from megatron_patch.util import die_with
 
@@ -175,7 +177,26 @@ def _notify(pid: int) -> bool:
     return told
 
 
-def supervise(command: Command, environ: Mapping[str, str], log: Path | None) -> Outcome:
+#: Seconds for this node's ranks to end by themselves, and say at which step, once another node has.
+GRACE = 10.0
+
+
+def _end(child: subprocess.Popen[bytes], grace: float) -> None:
+    """End a command and all below it: ranks wait for a lost one for as long as NCCL lets them."""
+    import psutil
+
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(grace)
+    with contextlib.suppress(psutil.Error):
+        tree = psutil.Process(child.pid)
+        for process in [*tree.children(recursive=True), tree]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def supervise(
+    command: Command, environ: Mapping[str, str], log: Path | None, link: Link | None = None
+) -> Outcome:
     """Run ``command``, copy its output to stdout and append it to ``log``.
 
     The child ends with this process, however that ends (``kill -9``), and torchrun's ranks with
@@ -183,7 +204,8 @@ def supervise(command: Command, environ: Mapping[str, str], log: Path | None) ->
     a scheduler's notice, Ctrl-C and ``kill`` all act the same. The first SIGTERM or SIGUSR1 goes to
     the ranks as SIGTERM: they save and end by themselves, where torchrun would give them 30 seconds
     (SIGTERM) or die and leave them (SIGUSR1). Killed by signal N gives 128 + N; a rank's own status
-    comes through torchrun, which has none but 1.
+    comes through torchrun, which has none but 1. Should another member of ``link`` fail or be
+    lost, the child is ended too.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -211,6 +233,11 @@ def supervise(command: Command, environ: Mapping[str, str], log: Path | None) ->
             process_group=0,
             preexec_fn=functools.partial(die_with, os.getpid()),
         )
+        if link is not None:
+            started = child
+            link.watch(
+                lambda _: threading.Thread(target=_end, args=(started, GRACE), daemon=True).start()
+            )
         for number in received:  # a signal between the two lines above
             child.send_signal(number)
         pipe = child.stdout

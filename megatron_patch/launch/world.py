@@ -53,6 +53,8 @@ class World:
     rank: tuple[int, int] | None = None
     #: True where only this process was started so far, and srun must start the other nodes.
     needs_srun: bool = False
+    #: Names of the nodes in the order of their ranks, where the scheduler says them.
+    hosts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -394,7 +396,8 @@ def _slurm(read: _Environ, options: Options, machine: Machine) -> World:
     tasks = (read.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") or nodes) if not alone else nodes
     names = read.text("SLURM_STEP_NODELIST") if in_step else None
     names = names or read.text("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    master = read.text("MASTER_ADDR") or (machine.expand_hosts(names)[0] if names else "")
+    hosts = tuple(machine.expand_hosts(names)) if names else ()
+    master = read.text("MASTER_ADDR") or (hosts[0] if hosts else "")
     job = read.number("SLURM_JOB_ID", "SLURM_JOBID") or 0
     # Below the ephemeral ports, and the same on every node of the job.
     port = read.number("MASTER_PORT") or 20000 + job % 10000
@@ -417,6 +420,7 @@ def _slurm(read: _Environ, options: Options, machine: Machine) -> World:
         "",
         rank=rank,
         needs_srun=alone and nodes > 1,
+        hosts=hosts,
     )
 
 

@@ -609,6 +609,17 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "NAME",
         default="that of --output-dir",
     ),
+    OwnFlag(
+        "--comm-check",
+        (),
+        "comm_check",
+        "int",
+        _RUN,
+        "several nodes: how long all may take to be there before training, and to answer each "
+        "other; 0 starts without looking",
+        "SECONDS",
+        default="60",
+    ),
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
     OwnFlag("--json", (), "json", "flag", _TOOL, "machine-readable output of check and dry run"),
@@ -673,6 +684,7 @@ class OwnFlags:
     verify_checkpoint: bool = False
     swanlab_project: str | None = None
     swanlab_exp_name: str | None = None
+    comm_check: int = 60
     cpu_offloading: bool = False
     cpu_offloading_optimizer: bool = False
     per_device_train_batch_size: int | None = None
@@ -762,7 +774,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (
     (
         _NONE_OR_MORE,
         "lr_warmup_iters lr_warmup_samples eval_iters start_eval_at_iter num_workers "
-        "manual_gc_interval rampup_batch_size null_tokenizer_eod_id",
+        "manual_gc_interval rampup_batch_size null_tokenizer_eod_id comm_check",
     ),
     # Upstream refuses 0 with a traceback, and NumPy takes 32 bits with the stages' offsets added.
     (_SIZE, "seed"),

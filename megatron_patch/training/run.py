@@ -267,7 +267,7 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
         return _run(recipe, plan, started)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("> interrupted; the same command goes on from the last checkpoint", flush=True)
