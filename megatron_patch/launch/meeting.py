@@ -668,13 +668,13 @@ class Link:
     def _tell(self, news: News, on_news: Callable[[News], None], but: int) -> None:
         if self.news is not None:
             return
-        self.news = news
-        self._came.set()
         if self._party.place == 0:
             message = {"who": news.who, "what": news.what, "status": news.status}
             for peer in self._alive():
                 if peer.place != but:
                     peer.send({"news": message})
+        self.news = news
+        self._came.set()
         on_news(news)
 
     def finish(self, status: int, error: str | None, patience: float) -> News | None:
@@ -691,11 +691,12 @@ class Link:
         """
         if status and status not in _OWN_DOING:
             self._came.wait(patience)
-        for peer in self._alive():
-            peer.send({"ended": status, "error": error, "because": self.news is not None})
+        news = self.news  # what comes after this member's own end is not its reason
+        for peer in self._peers.values():
+            peer.send({"ended": status, "error": error, "because": news is not None})
         self._done.set()
         if self._thread is not None:
             self._thread.join(5)
         for peer in self._peers.values():
             peer.wire.close()
-        return self.news
+        return news
