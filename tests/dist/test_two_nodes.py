@@ -147,7 +147,7 @@ def test_a_lost_node_is_named_and_the_run_goes_on(nodes: Nodes, lost: int, whole
     nodes.show()
     shown = nodes.terminal(0).read_text()
     assert "holds a checkpoint: the run goes on from it" in shown
-    steps = [int(n) for n in re.findall(r"^(?:> )?step +(\d+)", shown, re.M)]
+    steps = [int(n) for n in re.findall(r"^ iteration (\d+) \| lm", shown, re.M)]
     print("steps of the second start on node 0's terminal:", steps[:3], "...", steps[-3:])
     assert steps[0] == 11 and steps[-1] == STEPS
 
