@@ -68,5 +68,15 @@ def test_a_ratio_that_falls(
             {"case": "ours,mbs=64", "failed": "out of memory"},
         ]
 
-    assert bench.compare({"rows": rows(100.0)}, bench.ratios(rows(speed))) == status
-    assert ("ours,mbs=4" in capsys.readouterr().out) == bool(status)
+    assert bench.compare(rows(100.0), rows(speed)) == status
+    assert ("FELL" in capsys.readouterr().out) == bool(status)
+
+
+def test_what_cannot_be_compared_is_no_success(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = json.loads((Path(bench.__file__).parent / "h200.json").read_text())["rows"]
+    ours = [row for row in known if row["name"] == "ours"]
+    assert bench.compare(known, known) == 0
+    assert bench.compare(known, ours) == 1
+    assert "nothing to compare" in capsys.readouterr().out

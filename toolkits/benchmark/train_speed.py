@@ -247,8 +247,8 @@ def main() -> int:
         "--compare",
         type=Path,
         metavar="JSON",
-        help="an earlier train_speed.json: fail where a case's ratio to the first one fell by "
-        "more than 5 %%",
+        help="an earlier train_speed.json (h200.json here): fail where a case's ratio to a peer "
+        "that both calls ran fell by more than 5 %%",
     )
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -327,32 +327,38 @@ def main() -> int:
     print(f"ceiling: {top / 1e12:.0f} TFLOP/s, a bf16 matrix product of 8192 on {device}")
     failed = int(any("failed" in row for row in rows))
     if options.compare:
-        return compare(json.loads(options.compare.read_text()), ratios(rows)) or failed
+        return compare(json.loads(options.compare.read_text())["rows"], rows) or failed
     return failed
 
 
-def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Tokens/s of each case over those of the first: what one machine can be held to."""
-    speeds = {r["case"]: r["tokens_per_second"] for r in rows if "failed" not in r}
-    first = next(iter(speeds.values()), 1.0)
-    return {case: speed / first for case, speed in speeds.items()}
-
-
-def compare(before: dict[str, Any], now: dict[str, float], allowed: float = 0.05) -> int:
-    """Print which ratios fell; 1 where one fell by more than `allowed`.
+def compare(before: list[dict[str, Any]], now: list[dict[str, Any]], allowed: float = 0.05) -> int:
+    """Hold the cases that both calls ran against a peer that both ran; machines differ, ratios less.
 
     Args:
-        before: an earlier `train_speed.json`.
-        now: `ratios` of this call. The peer that both measure belongs first.
+        before: rows of an earlier `train_speed.json`.
+        now: rows of this call.
         allowed: share by which a ratio may fall.
+
+    Returns:
+        1 where a ratio fell by more, or nothing could be compared.
     """
+    old, new = (
+        {r["case"]: r["tokens_per_second"] for r in rows if "failed" not in r}
+        for rows in (before, now)
+    )
+    both = [case for case in old if case in new]
+    peer = next((case for case in both if case.startswith(("liger", "stock"))), None)
+    ours = [case for case in both if case.startswith("ours")]
+    if peer is None or not ours:
+        print(f"nothing to compare: a peer and a case of ours among {', '.join(old)} are needed")
+        return 1
     status = 0
-    for case, old in ratios(before["rows"]).items():
-        new = now.get(case)
-        if new is not None and new < old * (1 - allowed):
-            print(f"{case}: {new:.2f} times the first case, {old:.2f} before")
-            status = 1
-    return status
+    for case in ours:
+        was, is_now = old[case] / old[peer], new[case] / new[peer]
+        fell = is_now < was * (1 - allowed)
+        print(f"{case} / {peer}: {is_now:.3f}, {was:.3f} before{'  FELL' if fell else ''}")
+        status |= fell
+    return int(status)
 
 
 def _write(out: Path, top: float, device: str, flops: float, rows: list[dict[str, Any]]) -> None:
