@@ -332,7 +332,7 @@ def main() -> int:
 
 
 def compare(before: list[dict[str, Any]], now: list[dict[str, Any]], allowed: float = 0.05) -> int:
-    """Hold the cases that both calls ran against a peer that both ran; machines differ, ratios less.
+    """Hold cases that both calls ran against a peer that both ran: machines differ, ratios less.
 
     Args:
         before: rows of an earlier `train_speed.json`.
