@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_patch.util import Range, UserError
+from megatron_patch.util import Range, UserError, human_count
 
 if TYPE_CHECKING:
     from megatron_patch.data.idxmap import Index
@@ -226,6 +226,71 @@ def sources(values: Mapping[str, Any]) -> Sources:
     return Sources((blend, blend, blend), (name, name, name), shares)
 
 
+#: Flags of upstream's for several validation sets, and what they say here.
+_SETS = ("multiple_validation_sets", "validation_set_names", "full_validation")
+_NAMED = re.compile(r"([A-Za-z_][\w.-]*)=(.+)", re.DOTALL)
+
+
+def named(tokens: Sequence[str], where: str) -> list[tuple[str, str]]:
+    """``NAME=PREFIX ...`` -> (name, prefix) of each; nothing where none has a name.
+
+    Raises:
+        UserError: Only some have one, or two have the same.
+    """
+    pairs: list[tuple[str, str]] = []
+    for token in tokens:
+        match = _NAMED.fullmatch(token)
+        if match and not os.path.exists(token) and not os.path.exists(bare(token) + ".idx"):
+            pairs.append((match[1], bare(match[2])))
+    if pairs and len(pairs) < len(tokens):
+        raise UserError(
+            f"{where}: {len(pairs)} of {len(tokens)} entries have a name; write NAME=PREFIX for "
+            "each of them (a loss each), or for none (one loss)"
+        )
+    twice = [name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1]
+    if twice:
+        raise UserError(f"{where}: two sets are named {twice[0]}; each needs a name of its own")
+    return pairs
+
+
+def validation(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], bool]:
+    """Validation sets with a loss each: new values, their names, and whether each is read whole.
+
+    Upstream has them with whole sets only, which it reads one sequence at a time and several times
+    over, and not in a pipeline: they are this library's (``data/pretrain_dataset.py``), and its
+    flags say the same as names do.
+
+    Raises:
+        UserError: Names and sets that do not fit together.
+    """
+    where = flag("valid_data_path")
+    tokens = values["valid_data_path"]
+    if not tokens:
+        return {}, (), False
+    pairs = named(tokens, where)
+    apart = [dest for dest in _SETS if values[dest]]
+    if not pairs and not apart:
+        return {}, (), False
+    if not pairs:
+        blend = read_blend(tokens, where)
+        if any(weight is not None for weight, _ in blend):
+            raise UserError(f"{where}: {flag(apart[0])} gives each set a loss; drop the weights")
+        names = values["validation_set_names"] or [os.path.basename(p) for _, p in blend]
+        if len(names) != len(blend):
+            raise UserError(
+                f"--validation-set-names: {len(names)} names for {len(blend)} sets of {where}"
+            )
+        names = [n if names.count(n) == 1 else f"{n}-{i}" for i, n in enumerate(names)]
+        pairs = [(name, prefix) for name, (_, prefix) in zip(names, blend, strict=True)]
+    elif values["validation_set_names"]:
+        raise UserError(f"--validation-set-names and names in {where}; keep one of them")
+    changes: dict[str, Any] = {
+        dest: None if dest == "validation_set_names" else False for dest in apart
+    }
+    changes["valid_data_path"] = [prefix for _, prefix in pairs]
+    return changes, tuple(name for name, _ in pairs), bool(values["full_validation"])
+
+
 def tidy(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What to hand to Megatron in place of what was given, and notes about it.
 
@@ -253,27 +318,25 @@ def tidy(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return changes, notes
 
 
-def weighed(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def weighed(
+    values: Mapping[str, Any], one_by_one: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """Weights for data sets that were given without: their tokens. New values, and notes.
 
     Upstream builds one epoch of each data set without a weight and ends in the middle of a run that
-    is longer. Data that is not on this machine is left as it is, and sets that are evaluated one by
-    one (``--multiple-validation-sets``) have to be.
+    is longer. Data that is not on this machine is left as it is, and validation sets that are
+    evaluated one by one have to be.
     """
     changes: dict[str, Any] = {}
     notes = []
     for dest in LISTS:
         blend = read_blend(values[dest], flag(dest)) if values[dest] else []
-        apart = dest == "valid_data_path" and (
-            values["multiple_validation_sets"] or values["full_validation"]
-        )
+        apart = dest == "valid_data_path" and one_by_one
         if len(blend) < 2 or apart or any(weight is not None for weight, _ in blend):
             continue
         if not all(os.path.isfile(p + end) for _, p in blend for end in (".idx", ".bin")):
             continue
-        from megatron_patch.data.idxmap import read_index  # NumPy, only where data is here
-
-        tokens = [os.path.getsize(p + ".bin") // read_index(p).dtype.itemsize for _, p in blend]
+        tokens = [_held(prefix) for _, prefix in blend]
         if not all(tokens):
             continue  # said by `empty`
         pairs = [(str(n), p) for n, (_, p) in zip(tokens, blend, strict=True)]
@@ -355,6 +418,63 @@ def empty(found: Sources, seq_length: int) -> dict[int, str]:
                     f"{seq_length} and the token after it"
                 )
     return short
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How much of a run comes from a data set.
+
+    Attributes:
+        prefix: The data set.
+        share: Of the run's sequences.
+        tokens: Of its training part; None where it is not on this machine.
+        epochs: How often the run reads it; None with ``tokens``.
+    """
+
+    prefix: str
+    share: float
+    tokens: int | None
+    epochs: float | None
+
+    def __str__(self) -> str:
+        part = f"{self.share:.1%} of the run"
+        if self.tokens is None or self.epochs is None:
+            return f"{part}; how many epochs is not known, its data is not here"
+        return f"{part}, read {self.epochs:.3g} times ({human_count(self.tokens)} tokens)"
+
+
+def _held(prefix: str) -> int:
+    """Tokens of a data set, by the bytes of its data."""
+    from megatron_patch.data.idxmap import read_index  # NumPy, only where data is here
+
+    return os.path.getsize(prefix + ".bin") // read_index(prefix).dtype.itemsize
+
+
+def epoch_samples(prefix: str, seq_length: int) -> int:
+    """Sequences of one pass over a data set; the last label is the token after the last one."""
+    return (_held(prefix) - 1) // seq_length
+
+
+def readings(found: Sources, tokens: int) -> list[Reading]:
+    """What a run reads of each of its data sets.
+
+    Counts the bytes of the data, not its index: at once, whatever the size.
+
+    Args:
+        found: The data.
+        tokens: Of the run.
+    """
+    blend = found.training
+    weights = [1.0 / len(blend) if weight is None else weight for weight, _ in blend]
+    rows = []
+    for weight, (_, prefix) in zip(weights, blend, strict=True):
+        share, held = weight / sum(weights), None
+        if os.path.isfile(prefix + ".idx") and os.path.isfile(prefix + ".bin"):
+            held = _held(prefix)
+            if found.shares:
+                held = round(held * found.shares[0] / sum(found.shares))
+        rows.append(Reading(prefix, share, held, share * tokens / held if held else None))
+    return rows
 
 
 def unmarked(found: Sources, ends: Sequence[int], *, sample: int = 48) -> Iterator[str]:

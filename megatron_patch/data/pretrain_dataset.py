@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
+import multiprocessing
+import os
+import socket
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
+
+from megatron_patch.util import UserError
 
 
 def dataset_config(args: Namespace) -> Any:
@@ -47,7 +54,6 @@ def _cache(folder: str | None, *blends: Any) -> str | None:
         blends: `(prefixes, weights)`, None, or lists of these.
     """
     import hashlib
-    import os
 
     if folder is None:
         return None
@@ -97,10 +103,135 @@ def datasets_provider(
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
     config = dataset_config(args)
-    built = BlendedMegatronDatasetBuilder(kind, wanted, on_this_rank, config).build()
+    VALIDATION[:] = _validation(args, config) if args.validation_sets else []
+    if VALIDATION:
+        config.multiple_validation_sets = True
+        wanted[1] = args.eval_global_batch_size * max(steps for _, steps in VALIDATION)
+        args.consumed_valid_samples = 0  # each evaluation reads the same
+    index_on_each_node(config, wanted)
+    built = list(BlendedMegatronDatasetBuilder(kind, wanted, on_this_rank, config).build())
     if built[0] is not None:
-        _TRAINING.append(built[0])
-    return built
+        _TRAINING[:] = [built[0]]
+    if VALIDATION:
+        sets = built[1] if isinstance(built[1], list) else [built[1]]
+        steps = [n * args.eval_global_batch_size for _, n in VALIDATION]
+        built[1] = None if sets[0] is None else ValidationSets(sets, steps)
+    return built[0], built[1], built[2]
+
+
+#: Names of the validation sets with a loss each, and steps of an evaluation of each.
+VALIDATION: list[tuple[str, int]] = []
+
+
+class ValidationSets:
+    """The first sequences of several sets, one set after the other, over and over.
+
+    Upstream's loader reads it as one validation set; `training/metrics.py` takes it apart again.
+
+    Args:
+        sets: data sets.
+        sizes: sequences of each that an evaluation reads.
+    """
+
+    def __init__(self, sets: list[Any], sizes: list[int]) -> None:
+        from megatron.core.datasets.utils import Split
+
+        self._sets, self._ends = sets, list(itertools.accumulate(sizes))
+        self.index_split = Split.valid
+
+    def __len__(self) -> int:
+        return 1 << 60
+
+    def __getitem__(self, index: int) -> Any:
+        at = index % self._ends[-1]
+        number = bisect.bisect_right(self._ends, at)
+        return self._sets[number][at - (self._ends[number - 1] if number else 0)]
+
+
+def _validation(args: Namespace, config: Any) -> list[tuple[str, int]]:
+    """Steps that each named set is evaluated for: no more than one pass over it.
+
+    Rank 0 looks, for all.
+    """
+    import torch
+
+    from megatron_patch.data.blend import epoch_samples
+
+    box: list[Any] = [None]
+    if torch.distributed.get_rank() == 0:
+        prefixes = config.blend_per_split[1][0]
+        box[0] = []
+        for name, prefix in zip(args.validation_sets, prefixes, strict=True):
+            steps = -(-epoch_samples(prefix, args.seq_length) // args.eval_global_batch_size)
+            most = steps if args.validation_whole else min(args.eval_iters, steps)
+            box[0].append((name, max(1, most)))
+    torch.distributed.broadcast_object_list(box, src=0)
+    return list(box[0])
+
+
+# --- nodes with caches of their own -------------------------------------------------------------
+
+
+def index_on_each_node(config: Any, wanted: list[int]) -> None:
+    """Build the index on every node that does not see the cache of rank 0.
+
+    Upstream builds it on global rank 0, and every other rank expects to find it.
+
+    Args:
+        config: upstream's `GPTDatasetConfig`.
+        wanted: sequences of each split.
+
+    Raises:
+        UserError: it could not be built on a node; on all ranks.
+    """
+    import torch
+
+    world, local = torch.distributed.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    folder = config.path_to_cache
+    if folder is None or config.mock or not 0 < local < world:
+        return
+    rank = torch.distributed.get_rank()
+    mark = os.path.join(folder, f".seen-{os.environ.get('MASTER_PORT', '')}-{world}")
+    if rank == 0:
+        os.makedirs(folder, exist_ok=True)
+        open(mark, "wb").close()
+    torch.distributed.barrier()
+    sees: list[Any] = [None] * world
+    torch.distributed.all_gather_object(sees, os.path.exists(mark))
+    if rank == 0:
+        os.unlink(mark)
+    if all(sees):
+        return
+    problem = None
+    if not sees[rank] and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        # In a process of its own, which is no rank: there upstream builds whatever is missing.
+        child = multiprocessing.get_context("spawn").Process(target=_index, args=(config, wanted))
+        child.start()
+        child.join()
+        if child.exitcode:
+            problem = f"{socket.gethostname()}: the data's index could not be built in {folder}"
+    problems: list[Any] = [None] * world
+    torch.distributed.all_gather_object(problems, problem)
+    found = sorted({text for text in problems if text})
+    if found:
+        raise UserError(
+            f"{'; '.join(found)} (its log says why). Give a --data-cache-path that each node can "
+            "write to, or one that all nodes see"
+        )
+    if rank == 0:
+        count = sum(not seen for seen in sees) // local
+        print(f"> {folder} is not shared: {count} more nodes built the index of their own")
+
+
+def _index(config: Any, wanted: list[int]) -> None:
+    """What a node's own process does."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    BlendedMegatronDatasetBuilder(GPTDataset, wanted, lambda: True, config).build()
 
 
 #: The training data as this process reads it.

@@ -125,6 +125,8 @@ class Plan:
             own, JSON-able, kept for the next start of the run.
         start: The checkpoint that the run goes on from; None for a new run.
         weights: Hugging Face files that a new run starts from.
+        validation_sets: Names of the validation sets that have a loss each.
+        validation_whole: Each of them is read whole, not up to ``eval_iters`` steps.
     """
 
     values: dict[str, Any]
@@ -141,6 +143,8 @@ class Plan:
     order: dict[str, Any] | None = None
     start: resume.Start | None = None
     weights: Source | None = None
+    validation_sets: tuple[str, ...] = ()
+    validation_whole: bool = False
     _raw: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     def megatron_argv(self) -> list[str]:
@@ -168,6 +172,13 @@ class Plan:
     def data(self) -> blend.Sources:
         """The data sets, by split."""
         return blend.sources(self.values)
+
+    @property
+    def readings(self) -> list[blend.Reading]:
+        """How often the run reads each of its data sets; nothing without a length, or for chats."""
+        if self.run is None or self.own.sft:
+            return []
+        return blend.readings(self.data, self.run.tokens)
 
     def given(self, dest: str) -> bool:
         """Whether the user's command line set ``dest``."""
@@ -655,10 +666,22 @@ def _join(
             f"--lr {rate.value:g} is the launcher's: right for going on from trained weights; from "
             "random ones 1e-4 to 1e-3 is usual"
         )
-    for read in (blend.tidy, blend.weighed):
-        changes, notes = read(values)
-        put(changes, f"{COMMAND_LINE} (data)")
-        plan.notes += notes
+    changes, plan.validation_sets, plan.validation_whole = blend.validation(values)
+    put(changes, f"{COMMAND_LINE} (data)")
+    if plan.validation_sets and own.sft:
+        raise UserError(
+            "--valid-data-path: fine-tuning evaluates one set; give its paths without names"
+        )
+    changes, notes = blend.tidy(values)
+    put(changes, f"{COMMAND_LINE} (data)")
+    plan.notes += notes
+    if values["data_path"] and (values["valid_data_path"] or values["test_data_path"]):
+        # Megatron takes no further files beside --data-path, only beside this one.
+        moved = {"train_data_path": values["data_path"], "data_path": None}
+        put(moved, f"{COMMAND_LINE} (--data-path)")
+    changes, notes = blend.weighed(values, bool(plan.validation_sets))
+    put(changes, f"{COMMAND_LINE} (data)")
+    plan.notes += notes
     _own_to_megatron(plan, put)
     if own.sft:
         _fine_tuning(plan, put)
@@ -788,10 +811,6 @@ def _fine_tuning(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
         raise UserError("--freeze has no effect with --lora-rank, which freezes every weight")
     if plan.own.pad_to_max_length and not plan.own.no_packing:
         raise UserError("--pad-to-max-length has no effect without --no-packing; packs are full")
-    if values["data_path"] and values["valid_data_path"]:
-        # Megatron takes no validation files beside --data-path, only beside this one.
-        moved = {"train_data_path": values["data_path"], "data_path": None}
-        put(moved, f"{COMMAND_LINE} (--data-path)")
     if not values["seq_length"]:
         longest = values["max_position_embeddings"] or SFT_LENGTH
         put({"seq_length": min(longest, SFT_LENGTH)}, LAUNCH_DEFAULT)
@@ -994,7 +1013,10 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
         checkpoints = os.path.join(own.output_dir, "checkpoints")
         has_own = resume.latest(checkpoints) is not None
         put({"save": checkpoints}, detail)
-        for dest, name in (("tensorboard_dir", "tensorboard"), ("data_cache_path", "cache")):
+        places = {"tensorboard_dir": "tensorboard", "data_cache_path": "cache"}
+        if values["record_memory_history"]:
+            places["memory_snapshot_path"] = "logs/memory_snapshot.pickle"
+        for dest, name in places.items():
             if not plan.given(dest):
                 put({dest: os.path.join(own.output_dir, name)}, detail)
         if not own_load:

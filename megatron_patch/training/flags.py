@@ -222,7 +222,8 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "valid_data_path",
         "list",
         _DATA,
-        "data that is evaluated on, not trained",
+        "data that is evaluated on, not trained; NAME=PREFIX NAME=PREFIX ...: a loss for each set, "
+        "over the same first --eval-iters steps of it every time",
         "PREFIX",
     ),
     OwnFlag(
@@ -620,6 +621,17 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "SECONDS",
         default="60",
     ),
+    OwnFlag(
+        "--flight-recorder",
+        ("--nccl-flight-recorder",),
+        "flight_recorder",
+        "int",
+        _TOOL,
+        "last collectives of each rank that PyTorch dumps to logs/nccl_trace_rank_N of the run "
+        "when one runs into its time-out",
+        "N",
+        default="2000",
+    ),
     OwnFlag("--dry-run", (), "dry_run", "flag", _TOOL, "print the plan and stop"),
     OwnFlag("--demo", (), "demo", "flag", _TOOL, "a tiny model on real text, on whatever is here"),
     OwnFlag("--json", (), "json", "flag", _TOOL, "machine-readable output of check and dry run"),
@@ -682,6 +694,7 @@ class OwnFlags:
     keep_last: int | None = None
     keep_every: int | None = None
     verify_checkpoint: bool = False
+    flight_recorder: int | None = None
     swanlab_project: str | None = None
     swanlab_exp_name: str | None = None
     comm_check: int = 60
@@ -761,7 +774,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (
         "moe_router_topk num_dataset_builder_threads dist_ckpt_workers rotary_base q_lora_rank "
         "kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim distributed_timeout_minutes "
         "hysteresis per_device_train_batch_size gradient_accumulation_steps lora_rank keep_last "
-        "keep_every",
+        "keep_every flight_recorder",
     ),
     (Range(1, 1 << 17), "num_experts"),
     (

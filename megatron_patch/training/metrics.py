@@ -8,6 +8,7 @@ and the last record of a step counts.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 import statistics
@@ -295,6 +296,8 @@ class Recorder:
             self._write({"iteration": iteration, "evaluation": name, **values})
             self._send(iteration, {f"{key} {name}": value for key, value in values.items()})
             self._validated(iteration, name, values)
+            if "-" in name:  # upstream prints the mean of the sets
+                print(f"> step {iteration}, {name}: {_text(values)}", flush=True)
             if self.echo:
                 print(f" iteration {iteration} | {name} | {_text(values)}", flush=True)
         self.suspects.clear()
@@ -377,8 +380,6 @@ RECORDER: Recorder | None = None
 
 def log_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap upstream's `training_log`: record first, then let it log as ever."""
-    import inspect
-
     signature = inspect.signature(original)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
@@ -466,19 +467,36 @@ def further_token_losses() -> dict[str, Any]:
 
 
 def log_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap upstream's `evaluate` to record its losses.
+    """Wrap upstream's `evaluate` to record its losses, one for each set that has a name.
 
     Which set it is and after how many steps is known to the caller only,
     `evaluate_and_print_results`: read from its frame, and the patch's fingerprint is of its source.
     """
+    signature = inspect.signature(original)
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if RECORDER is not None and result[0] is not None:
-            caller = sys._getframe(1).f_locals
-            kind = "test" if caller["prefix"].endswith("test set") else "validation"
-            RECORDER.evaluation(caller["iteration"], kind + caller["suffix"], result[0])
-        return result
+        from megatron_patch.data import pretrain_dataset
+
+        caller = sys._getframe(1).f_locals
+        kind = "test" if caller["prefix"].endswith("test set") else "validation"
+        sets = pretrain_dataset.VALIDATION if kind == "validation" else []
+        if not sets:
+            result = original(*args, **kwargs)
+            if RECORDER is not None and result[0] is not None:
+                RECORDER.evaluation(caller["iteration"], kind + caller["suffix"], result[0])
+            return result
+        losses: dict[str, list[Any]] = {}
+        for name, steps in sets:
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments["eval_iters"] = steps
+            result = original(*bound.args, **bound.kwargs)
+            if result[0] is None:
+                return result  # out of time
+            if RECORDER is not None:
+                RECORDER.evaluation(caller["iteration"], f"{kind}-{name}", result[0])
+            for key, value in result[0].items():
+                losses.setdefault(key, []).append(value)
+        return {key: sum(found) / len(found) for key, found in losses.items()}, *result[1:]
 
     return evaluate
 

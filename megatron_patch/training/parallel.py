@@ -431,9 +431,13 @@ def _effect_refusals(plan: Plan) -> Iterator[str]:
         ):
             if given:
                 yield f"{flag} has no effect on CPU ranks; drop it"
-        for dest in ("use_torch_fsdp2", "use_megatron_fsdp"):
+        for dest in ("use_torch_fsdp2", "use_megatron_fsdp", "record_memory_history"):
             if values[dest]:
                 yield f"{flag_name(dest)} needs GPUs; drop it"
+        if values["profile"] and not values["use_pytorch_profiler"]:
+            yield "--profile marks a window for nsys, which needs GPUs; add --use-pytorch-profiler"
+        if plan.own.flight_recorder is not None:
+            yield "--flight-recorder is about NCCL, which CPU ranks do without; drop it"
     width = values["kv_channels"] or 0
     if width % 2 and values["position_embedding_type"] == "rope":
         yield f"--kv-channels {width}: rope turns pairs, so an even number is needed"
@@ -456,6 +460,10 @@ def _effect_refusals(plan: Plan) -> Iterator[str]:
             f"--eval-interval {values['eval_interval']} has no effect: evaluation is off "
             "(--eval-iters 0); give --eval-iters N and validation data"
         )
+    if values["profile"] and not plan.own.output_dir:
+        yield "--profile: traces go to the run directory; add --output-dir"
+    if plan.own.flight_recorder is not None and not plan.own.output_dir:
+        yield "--flight-recorder: dumps go to the run directory; add --output-dir"
     if plan.own.swanlab_exp_name and not plan.own.swanlab_project:
         yield "--swanlab-exp-name has no effect without --swanlab-project"
     trackers = plan.values["wandb_project"] or plan.own.swanlab_project
@@ -928,6 +936,7 @@ def _run(plan: Plan) -> dict[str, Any]:
             "samples": plan.run.samples,
             "tokens": plan.run.tokens,
             "epochs": plan.run.epochs,
+            "sources": [dataclasses.asdict(reading) for reading in plan.readings],
         }
     return out
 
@@ -1328,6 +1337,9 @@ def _rows(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
         )
     if rows:
         sections.append(("Run", rows))
+    sources = [blend.Reading(**source) for source in run.get("sources", ())]
+    if len(sources) > 1:
+        sections.append(("Data", [(os.path.basename(r.prefix), str(r)) for r in sources]))
     if report.parameters:
         count = report.parameters
         text = human_count(count["total"])

@@ -163,6 +163,7 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
         raise UserError("\nerror: ".join(report.refusals))
     plan.notes.extend(f"warning: {text}" for text in report.warnings)
     if rank == 0:
+        plan.notes.extend(f"{reading.prefix}: {reading}" for reading in plan.readings)
         plan.notes.extend(f"warning: {text}" for text in end_warnings(plan))
     if finished(plan) is not None:
         return plan  # nothing will be trained, so nothing needs to be imported
@@ -326,6 +327,9 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             print(f"> {line}", flush=True)
     import torch
 
+    if output is not None and plan.device != "cpu":
+        for name, value in flight_recorder(output, plan.own.flight_recorder).items():
+            os.environ.setdefault(name, value)
     with _in_words(output):
         logs = output / "logs" if output is not None and rank == 0 else None
         args = parse(_without_writers(plan), logs)
@@ -334,6 +338,8 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             args.use_persistent_ckpt_worker = False  # its process asks for a GPU
         # Not steps x batch where the batch has changed on the way: the data's order goes by it.
         args.planned_train_samples = plan.run.samples if plan.run else None
+        args.validation_sets = list(plan.validation_sets)
+        args.validation_whole = plan.validation_whole
         config = model_config(
             args,
             plan.model,
@@ -396,6 +402,27 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             recipe.finish(plan)
     torch.distributed.destroy_process_group()
     return status
+
+
+def flight_recorder(output: Path, entries: int | None) -> dict[str, str]:
+    """Variables that send PyTorch's dumps of collectives to the run directory.
+
+    It reads them when the ranks meet; older versions have other names for two of them.
+
+    Args:
+        output: the run directory.
+        entries: collectives that a rank keeps; None: PyTorch's own number.
+    """
+    dump = str(output.resolve() / "logs" / "nccl_trace_rank_")
+    found = {
+        "TORCH_FR_DUMP_TEMP_FILE": dump,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    if entries is not None:
+        found |= {"TORCH_FR_BUFFER_SIZE": str(entries)}
+        found |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": str(entries)}
+    return found
 
 
 #: Flags whose figures upstream alone has; with one of them it writes a board of its own.

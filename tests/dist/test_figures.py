@@ -43,6 +43,8 @@ def moe(ranks: RankServer, folder: Path) -> tuple[Path, list[Path]]:
     """Two stages, a capacity that drops tokens, saves beside the training and by the clock."""
     more = ("--train-iters", "4", "--pp", "2", "--async-save", "--save-every-minutes", "0.0001")
     more += ("--moe-z-loss-coeff", "0.001", "--moe-expert-capacity-factor", "1.0")
+    more += ("--profile", "--use-pytorch-profiler", "--profile-step-start", "1")
+    more += ("--profile-step-end", "2")
     argv = _argv(folder / "moe", folder / "corpus", folder / "run", *more)
     result = ranks.run("tests.dist.jobs:train", 2, folder / "job", argv=argv)
     assert result.values == [{"status": 0}] * 2
@@ -73,6 +75,14 @@ def test_figures_of_every_step(moe: tuple[Path, list[Path]]) -> None:
                 assert said and row[name] == pytest.approx(float(said[1]), rel=1e-5)
     names = [p.name for p in (output / "tensorboard").iterdir()]
     assert len(names) == 1 and names[0].startswith("events.out.tfevents"), names
+
+
+def test_a_profile_lands_in_the_run_directory(moe: tuple[Path, list[Path]]) -> None:
+    import gzip
+
+    (trace,) = (moe[0] / "torch_profile").iterdir()
+    assert trace.name == "rank-0.json.gz", "--profile-ranks is rank 0"
+    assert "aten::mm" in gzip.decompress(trace.read_bytes()).decode()
 
 
 def test_the_board_has_what_the_file_has(moe: tuple[Path, list[Path]]) -> None:

@@ -129,7 +129,7 @@ def test_bad_split_files(hf: str, tmp_path: Path, content: str, text: str) -> No
 @pytest.mark.parametrize(
     ("flags", "one", "two"),
     [
-        ("--data-path a --valid-data-path b", "--data-path", "--valid-data-path"),
+        ("--mock-data --valid-data-path b", "--mock-data", "--valid-data-path"),
         ("--data-path a --data-args-path b", "--data-path", "--data-args-path"),
         ("--data-path a --mock-data", "--data-path", "--mock-data"),
         ("--train-data-path a --split 99,1,0", "--split 99,1,0", "--train-data-path"),
@@ -266,13 +266,73 @@ def test_several_data_sets_count_by_their_tokens(hf: str, tmp_path: Path) -> Non
     assert plan(hf, "--data-path", a, "/nowhere/d").values["data_path"] == [a, "/nowhere/d"]
 
 
-def test_a_whole_validation_set_takes_upstreams_path_for_several(hf: str, tmp_path: Path) -> None:
-    """Its path for a single one ends in a TypeError at the first evaluation."""
+def test_validation_sets_with_a_loss_each(hf: str, tmp_path: Path) -> None:
     a, b = data(tmp_path / "a", [500] * 20), data(tmp_path / "b", [500] * 60)
-    flags = ("--train-data-path", a, "--valid-data-path", a, b, "--full-validation")
-    result = plan(hf, *flags)
-    assert result.values["multiple_validation_sets"]
-    assert result.values["valid_data_path"] == [a, b], "a loss each, so no weights"
+    made = plan(hf, "--data-path", a, "--valid-data-path", f"code={a}.bin", f"web={b}")
+    assert made.validation_sets == ("code", "web") and not made.validation_whole
+    assert made.values["valid_data_path"] == [a, b], "a loss each, so no weights"
+    assert made.values["train_data_path"] == [a] and made.values["data_path"] is None
+    assert made.values["eval_iters"] == 20
+    one = plan(hf, "--data-path", a, "--valid-data-path", f"code={a}")
+    assert one.validation_sets == ("code",)
+    together = plan(hf, "--data-path", a, "--valid-data-path", a, b)
+    assert together.validation_sets == () and together.values["valid_data_path"][1::2] == [a, b]
+    (tmp_path / "x=y").mkdir()
+    odd = data(tmp_path / "x=y" / "d", [500] * 20)
+    assert plan(hf, "--data-path", a, "--valid-data-path", odd).validation_sets == ()
+
+
+@pytest.mark.parametrize(
+    ("more", "names", "whole"),
+    [
+        ("--full-validation", ("a", "b"), True),
+        ("--multiple-validation-sets", ("a", "b"), False),
+        ("--multiple-validation-sets --validation-set-names x y", ("x", "y"), False),
+    ],
+)
+def test_upstreams_flags_for_validation_sets(
+    hf: str, tmp_path: Path, more: str, names: tuple[str, ...], whole: bool
+) -> None:
+    """On its own path they end in errors, or read a set several times over."""
+    a, b = data(tmp_path / "a", [500] * 20), data(tmp_path / "b", [500] * 60)
+    made = plan(hf, "--train-data-path", a, "--valid-data-path", a, b, *more.split())
+    assert (made.validation_sets, made.validation_whole) == (names, whole)
+    assert made.values["valid_data_path"] == [a, b]
+    for dest in ("multiple_validation_sets", "full_validation", "validation_set_names"):
+        assert not made.values[dest]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("code=a b", "1 of 2 entries have a name"),
+        ("code=a code=b", "two sets are named code"),
+        ("a b --multiple-validation-sets --validation-set-names x", "1 names for 2 sets"),
+        ("c=a --validation-set-names x", "--validation-set-names and names in"),
+        ("0.5 a 0.5 b --multiple-validation-sets", "drop the weights"),
+    ],
+)
+def test_names_of_validation_sets_that_do_not_fit(hf: str, words: str, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        plan(hf, "--data-path", "t", "--valid-data-path", *words.split())
+
+
+def test_how_often_a_run_reads_each_data_set(hf: str, tmp_path: Path) -> None:
+    """10 steps x 2 x 64 tokens; the weights decide, whatever a set holds."""
+    a, b = data(tmp_path / "a", [64] * 10), data(tmp_path / "b", [64] * 80)
+    made = plan(hf, "--data-path", "3", a, "1", b)
+    assert [(r.prefix, r.share, r.tokens, r.epochs) for r in made.readings] == [
+        (a, 0.75, 640, 1.5),
+        (b, 0.25, 5120, 0.0625),
+    ]
+    report = parallel.render(parallel.check(made), [], False)
+    assert "75.0% of the run, read 1.5 times (640 tokens)" in report
+    assert "25.0% of the run, read 0.0625 times (5.12K tokens)" in report
+    split = plan(hf, "--data-path", b, "--split", "50,50,0", "--eval-iters", "0")
+    assert [(r.tokens, r.epochs) for r in split.readings] == [(2560, 0.5)]
+    gone = plan(hf, "--data-path", "3", a, "1", "/nowhere/d")
+    assert [r.epochs for r in gone.readings] == [1.5, None]
+    assert "its data is not here" in parallel.render(parallel.check(gone), [], False)
 
 
 def test_documents_without_an_end_are_warned_about(hf: str, tmp_path: Path) -> None:

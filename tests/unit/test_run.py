@@ -271,3 +271,11 @@ def test_without_a_readable_record_there_is_nothing_to_say(hf, tmp_path, content
     if content is not None:
         saved.write_text(content)
     assert run._changes(saved, plan(hf)) == []
+
+
+def test_dumps_of_collectives_land_in_the_run_directory(tmp_path: Path) -> None:
+    found = run.flight_recorder(tmp_path / "out", None)
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/out/logs/nccl_trace_rank_"
+    assert "TORCH_FR_BUFFER_SIZE" not in found
+    more = run.flight_recorder(tmp_path / "out", 9000)
+    assert more["TORCH_FR_BUFFER_SIZE"] == more["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "9000"
