@@ -5,11 +5,12 @@ Nothing here imports torch or megatron at import time.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -258,8 +259,37 @@ class CheckpointError(Exception):
     """Reading or writing a checkpoint failed somewhere; holds the first cause."""
 
 
+@contextlib.contextmanager
+def hidden(*packages: str) -> Iterator[None]:
+    """Inside it these packages cannot be imported; those that are imported already stay.
+
+    Megatron-Core imports optional packages where they are installed, needed or not:
+    flash-linear-attention and transformers alone take as long as the rest of it.
+    """
+    held = [name for name in packages if name not in sys.modules]
+    for name in held:
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's way to say: absent
+    try:
+        yield
+    finally:
+        for name in held:
+            del sys.modules[name]
+
+
+def compile_again() -> None:
+    """Functions that were told to run as they stand by `pretrain` are compiled from here on."""
+    import torch
+
+    torch.compiler.set_stance("default")
+
+
 def pretrain(
-    args: Any, model_config: Any, datasets: Callable[..., Any], forward_step: Callable[..., Any]
+    args: Any,
+    model_config: Any,
+    datasets: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    *,
+    warm_up: bool = True,
 ) -> None:
     """Upstream's `pretrain`, whose positional order moved in the last minor versions.
 
@@ -268,6 +298,9 @@ def pretrain(
         model_config: what `training/model.py: model_config` returns.
         datasets: dataset provider.
         forward_step: forward step.
+        warm_up: let upstream compile its fused functions beforehand. It does so for a bias and a
+            dropout that few models have: seconds for code that never runs. False: nothing is
+            compiled until `compile_again`.
 
     Raises:
         UserError: what `explain` has words for.
@@ -278,6 +311,10 @@ def pretrain(
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from torch.distributed.checkpoint.api import CheckpointException
 
+    if not warm_up:
+        import torch
+
+        torch.compiler.set_stance("force_eager")
     try:
         upstream(
             cfg_container=pretrain_cfg_container_from_args(args, model_config),

@@ -6,6 +6,10 @@ torchrun --nproc-per-node 8 -m megatron_patch.pretrain --hf-model DIR --data-pat
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_patch.training.args import Plan
 
 
 def main(argv: list[str]) -> int:
@@ -22,12 +26,12 @@ def main(argv: list[str]) -> int:
 
         print(help_text("python -m megatron_patch.pretrain", "--help-all" in argv))
         return 0
-    from megatron_patch.training import run, sft
+    from megatron_patch.training import run
 
     if "--sft" in argv:
         print("error: --sft is fine-tuning: python -m megatron_patch.sft", file=sys.stderr)
         return 2
-    return run.train(run.Recipe("pretrain", _datasets, _forward_step, finish=sft.export), argv)
+    return run.train(run.Recipe("pretrain", _datasets, _forward_step, finish=_export), argv)
 
 
 def _datasets(samples: list[int], vp_stage: int | None = None) -> object:
@@ -44,6 +48,12 @@ def _forward_step(data_iterator, model, return_schedule_plan=False):  # type: ig
     from megatron_patch.training.step import forward_step
 
     return forward_step(data_iterator, model, return_schedule_plan)
+
+
+def _export(plan: Plan) -> None:
+    from megatron_patch.training import sft
+
+    sft.export(plan)
 
 
 if __name__ == "__main__":

@@ -410,6 +410,11 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
     ),
     Default("hidden_dropout", 0.0, "as attention_dropout"),
     Default(
+        "bias_dropout_fusion",
+        lambda c: SKIP if c.values["hidden_dropout"] or c.values["add_bias_linear"] else False,
+        "without bias and dropout a plain sum is left: nothing to compile at every start",
+    ),
+    Default(
         "calculate_per_token_loss",
         True,
         "every supervised token weighs the same, whatever the micro batch, rank or pack it is in",

@@ -6,6 +6,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron_patch import _compat
+
 if TYPE_CHECKING:
     from megatron_patch.convert.plan import Source
     from megatron_patch.models.family import ModelSpec
@@ -128,10 +130,12 @@ def model_config(
 
     def before_wrapping(stages: list[Any]) -> list[Any]:
         from megatron_patch.models.rope import apply_rope
-        from megatron_patch.training import figures
+        from megatron_patch.training import figures, startup
         from megatron_patch.training.bookkeeping import accept_any_form
         from megatron_patch.training.mtp import weigh_by_main_targets
 
+        startup.mark("ranks and model")
+        _compat.compile_again()
         for stage in stages:
             if spec is not None:
                 apply_rope(stage, spec.rope)

@@ -8,6 +8,7 @@ stopping at the first. :func:`auto_layout` serves ``--parallel auto``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -574,6 +575,7 @@ def _capability(device: str) -> tuple[int, int] | None:
     return probed[1] if probed else None
 
 
+@functools.cache
 def probe_gpu() -> tuple[int, tuple[int, int], str] | None:
     """Memory in bytes, compute capability and name of this machine's smallest GPU, or None.
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import importlib
 import math
 import os
 import re
@@ -135,11 +136,11 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
     Raises:
         UserError: with what is wrong and what to do.
     """
-    from megatron_patch import info
+    from megatron_patch import _compat, info
     from megatron_patch.patches import registry
     from megatron_patch.platform import cpu, detect, torch_backend
     from megatron_patch.training import args as arguments
-    from megatron_patch.training import flags, resume
+    from megatron_patch.training import flags, resume, startup
     from megatron_patch.training.parallel import check, end_warnings
 
     problems = [str(p) for p in info.diagnose(import_here=True) if p.fatal]
@@ -147,6 +148,9 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
         raise UserError("; ".join(problems))
     asked = flags.parse(argv).get("device")
     device = detect.choose(asked.value if asked else None)
+    startup.mark(
+        "torch" if _compat.installed_version("transformer-engine") is None else "torch, TE"
+    )
     rank, world_size = rank_and_world()
     here = arguments.Environment.detect()
     plan = (resolve or arguments.resolve)(
@@ -169,11 +173,19 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
         return plan  # nothing will be trained, so nothing needs to be imported
     if plan.own.verify_checkpoint and rank == 0:
         plan.notes.append(_verified(plan))
-    if device == "cpu":
-        cpu.enable()
-    if device == "cpu" or not plan.environment.te:
-        torch_backend.enable()
-    registry.apply()
+    startup.mark("data and checks" if plan.own.sft else "checks")
+    without = [] if plan.values["linear_attention_freq"] else ["fla"]
+    if plan.values["tokenizer_type"] == "NullTokenizer":
+        without.append("transformers")  # for tokenizers
+    with _compat.hidden(*without):
+        if device == "cpu":
+            cpu.enable()
+        if device == "cpu" or not plan.environment.te:
+            torch_backend.enable()
+        registry.apply()
+        importlib.import_module("megatron.training")
+        importlib.import_module("megatron.core.tokenizers.text.libraries")
+    startup.mark("Megatron-Core")
     return plan
 
 
@@ -253,9 +265,10 @@ def _enums(parser: Any, overlay: dict[str, Any]) -> dict[str, Any]:
 
 def train(recipe: Recipe, argv: Sequence[str]) -> int:
     """Run a recipe; the return value is the exit status."""
-    from megatron_patch.training import flags, parallel
+    from megatron_patch.training import flags, parallel, startup
 
     started = time.time()
+    startup.begin()
     try:
         _single_process()
         if {"dry_run", "json"} & set(flags.parse(argv)):
@@ -299,7 +312,7 @@ def quiet() -> None:
 
 def _run(recipe: Recipe, plan: Plan, started: float) -> int:
     from megatron_patch import _compat
-    from megatron_patch.training import figures, metrics, saves, sinks
+    from megatron_patch.training import figures, metrics, saves, sinks, startup
     from megatron_patch.training.model import model_config
 
     rank, world_size = rank_and_world()
@@ -349,6 +362,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             adjust=functools.partial(recipe.adjust, plan=plan) if recipe.adjust else None,
             report=True,
         )
+    startup.mark("arguments")
     keeper = _keeper(plan, output) if rank == 0 and output is not None else None
     metrics.RECORDER = metrics.Recorder(
         output / metrics.FILE if output is not None else None,
@@ -356,7 +370,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
         world_size=world_size,
         pipeline=args.pipeline_model_parallel_size,
         echo=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size,
-        first_step=functools.partial(_write_plan, output, plan) if output is not None else None,
+        first_step=functools.partial(_first_step, output, plan),
         describe=recipe.describe,
         each_step=keeper.look if keeper is not None else None,
         evaluated=keeper.evaluated if keeper is not None else None,
@@ -377,7 +391,13 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
     status, word = 0, "finished"
     try:
         with _in_words(output):
-            _compat.pretrain(args, config, recipe.datasets, recipe.forward_step)
+            _compat.pretrain(
+                args,
+                config,
+                startup.ends("weights and optimizer", recipe.datasets),
+                startup.ends("data", recipe.forward_step),
+                warm_up=plan.device == "cpu",
+            )
     except SystemExit as leaving:
         # Upstream's way to stop early, and also its way to give up before the first step.
         status, step = _exit_status(leaving), metrics.RECORDER.iteration
@@ -563,10 +583,15 @@ def _keep_model(plan: Plan, output: Path) -> None:
     os.replace(new, kept)
 
 
-def _write_plan(output: Path, plan: Plan) -> None:
-    """What this start resolved to; after its first step, so that a failed start changes nothing."""
-    from megatron_patch.training import metrics
+def _first_step(output: Path | None, plan: Plan) -> None:
+    """What this start took, and resolved to: not before, so that a failed start changes nothing."""
+    from megatron_patch.training import metrics, startup
 
+    words = startup.end("first step")
+    if words is not None:
+        print(f"> {words}", flush=True)
+    if output is None:
+        return
     atomic_write(output / "resolved_args.json", metrics.to_json(plan.as_dict()))
 
 

@@ -53,7 +53,7 @@ from megatron_patch.util import UserError, atomic_write, human_bytes  # noqa: E4
 
 STOCK = (
     *("--linear-cross-entropy", "off", "--fused-kernels", "off"),
-    *("--no-gradient-accumulation-fusion", "--rerun-mode", "disabled"),
+    *("--no-gradient-accumulation-fusion", "--rerun-mode", "disabled", "--bias-dropout-fusion"),
 )
 STOCK_MOE = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
 STOCK_MOE += ("--no-moe-permute-fusion", "--no-moe-router-fusion")
@@ -136,7 +136,10 @@ def run_ours(options: argparse.Namespace, case: str, data: str, folder: Path) ->
     if status:
         raise RuntimeError(f"status {status}")
     records = metrics.read(folder)
+    log = folder.with_suffix(".log").read_text(errors="replace")
+    said = [line[2:] for line in log.splitlines() if line.startswith(("> start-up", "> attention"))]
     return {
+        "said": said,
         "losses": [r["lm loss"] for r in records],
         "step_seconds": [
             options.global_batch_size * options.seq_length / r["tokens_per_second"] for r in records
@@ -309,6 +312,8 @@ def main() -> int:
             f"loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}",
             flush=True,
         )
+        for line in row.get("said", ()):
+            print(f"    {line}", flush=True)
         if options.profile and run is run_ours:
             for spent, calls, kernel in kernels(folder):
                 print(f"    {spent:9.1f} ms {calls:>6} {kernel[:110]}")
