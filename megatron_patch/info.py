@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patch import __version__, _compat
+from megatron_patch.platform.detect import nvidia_device
 from megatron_patch.util import atomic_write, die_with, human_bytes
 
 #: Seconds a child may take to import a package before it counts as hanging.
@@ -147,9 +148,9 @@ GPU_PARTS: tuple[Part, ...] = (
     ),
 )
 
-# Runs in a child. Prints one JSON line; a failing import ends it with a traceback instead.
-_TORCH_PROBE = """
-import json, torch, warnings
+# What torch was built with.
+_TORCH_BUILD = """
+import torch
 found = {"cuda": torch.version.cuda, "cudnn": None, "nccl": None, "gpus": [], "error": None}
 try:
     found["cudnn"] = torch.backends.cudnn.version()
@@ -157,6 +158,13 @@ try:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 except Exception as error:
     found["error"] = str(error)
+"""
+
+# Runs in a child. Prints one JSON line; a failing import ends it with a traceback instead.
+_TORCH_PROBE = (
+    _TORCH_BUILD
+    + """
+import json, warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     available = torch.cuda.is_available()
@@ -175,6 +183,7 @@ elif torch.version.cuda:
         found["error"] = str(error).strip().splitlines()[0]
 print(json.dumps(found))
 """
+)
 
 _TE_PROBE = """
 import json, torch
@@ -202,6 +211,19 @@ def _child(code: str) -> tuple[dict[str, Any] | None, str]:
         return None, f"the import was killed by signal {-done.returncode}"
     lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
     return None, lines[-1].strip() if lines else f"the import ended with status {done.returncode}"
+
+
+def _torch() -> tuple[dict[str, Any] | None, str]:
+    """What torch has and can use; (its answer or None, what went wrong).
+
+    Where it is imported already and there is no GPU to wake, without a child.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or nvidia_device() is not None or torch.cuda.is_available():
+        return _child(_TORCH_PROBE)
+    names: dict[str, Any] = {}
+    exec(_TORCH_BUILD, names)
+    return names["found"], ""
 
 
 def _cuda_extra(cuda: str | None) -> str:
@@ -424,7 +446,7 @@ def gather() -> dict[str, Any]:
     gpus, driver, smi_error = _nvidia_smi()
     torch: dict[str, Any] = {}
     if find_spec("torch"):
-        answer, error = _child(_TORCH_PROBE)
+        answer, error = _torch()
         if answer is None:
             problems.append(
                 Problem(

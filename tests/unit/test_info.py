@@ -222,6 +222,18 @@ def test_report_of_this_machine(tmp_path):
     assert not absent & {name for name, version in report["packages"].items() if version}
 
 
+def test_a_run_on_the_cpu_asks_the_torch_that_it_has(monkeypatch):
+    """Each start of a run asks: a child that imports torch once more takes seconds of two cores."""
+    import torch
+
+    from_child = info.gather()["torch"] if torch.cuda.is_available() else None
+    if from_child is None:
+        answer, _ = info._child(info._TORCH_PROBE)
+        monkeypatch.setattr(info, "_child", None)
+        from_child = {"version": _compat.installed_version("torch"), **answer, "error": None}
+    assert info.gather()["torch"] == from_child
+
+
 def test_missing_parts_name_what_they_are_for(monkeypatch):
     real = info.find_spec
     monkeypatch.setattr(
