@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import platform
@@ -148,23 +149,11 @@ GPU_PARTS: tuple[Part, ...] = (
     ),
 )
 
-# What torch was built with.
-_TORCH_BUILD = """
-import torch
-found = {"cuda": torch.version.cuda, "cudnn": None, "nccl": None, "gpus": [], "error": None}
-try:
-    found["cudnn"] = torch.backends.cudnn.version()
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-except Exception as error:
-    found["error"] = str(error)
-"""
-
-# Runs in a child. Prints one JSON line; a failing import ends it with a traceback instead.
-_TORCH_PROBE = (
-    _TORCH_BUILD
-    + """
-import json, warnings
+# Runs in a child, after `_torch_build`. Prints one JSON line; a failing import ends it with a
+# traceback instead.
+_TORCH_PROBE = """
+import json, torch, warnings
+found = _torch_build(torch)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     available = torch.cuda.is_available()
@@ -183,7 +172,6 @@ elif torch.version.cuda:
         found["error"] = str(error).strip().splitlines()[0]
 print(json.dumps(found))
 """
-)
 
 _TE_PROBE = """
 import json, torch
@@ -220,10 +208,24 @@ def _torch() -> tuple[dict[str, Any] | None, str]:
     """
     torch = sys.modules.get("torch")
     if torch is None or nvidia_device() is not None or torch.cuda.is_available():
-        return _child(_TORCH_PROBE)
-    names: dict[str, Any] = {}
-    exec(_TORCH_BUILD, names)
-    return names["found"], ""
+        return _torch_in_child()
+    return _torch_build(torch), ""
+
+
+def _torch_in_child() -> tuple[dict[str, Any] | None, str]:
+    return _child("from typing import Any\n" + inspect.getsource(_torch_build) + _TORCH_PROBE)
+
+
+def _torch_build(torch: Any) -> dict[str, Any]:
+    """What torch was built with."""
+    found = {"cuda": torch.version.cuda, "cudnn": None, "nccl": None, "gpus": [], "error": None}
+    try:
+        found["cudnn"] = torch.backends.cudnn.version()
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:
+        found["error"] = str(error)
+    return found
 
 
 def _cuda_extra(cuda: str | None) -> str:

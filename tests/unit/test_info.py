@@ -228,7 +228,7 @@ def test_a_run_on_the_cpu_asks_the_torch_that_it_has(monkeypatch):
 
     from_child = info.gather()["torch"] if torch.cuda.is_available() else None
     if from_child is None:
-        answer, _ = info._child(info._TORCH_PROBE)
+        answer, _ = info._torch_in_child()
         monkeypatch.setattr(info, "_child", None)
         from_child = {"version": _compat.installed_version("torch"), **answer, "error": None}
     assert info.gather()["torch"] == from_child
