@@ -153,7 +153,7 @@ GPU_PARTS: tuple[Part, ...] = (
 # traceback instead.
 _TORCH_PROBE = """
 import json, torch, warnings
-found = _torch_build(torch)
+found = _torch_build(torch, torch.version.cuda)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     available = torch.cuda.is_available()
@@ -209,16 +209,16 @@ def _torch() -> tuple[dict[str, Any] | None, str]:
     torch = sys.modules.get("torch")
     if torch is None or nvidia_device() is not None or torch.cuda.is_available():
         return _torch_in_child()
-    return _torch_build(torch), ""
+    return _torch_build(torch, _compat.torch_cuda_version()), ""
 
 
 def _torch_in_child() -> tuple[dict[str, Any] | None, str]:
-    return _child("from typing import Any\n" + inspect.getsource(_torch_build) + _TORCH_PROBE)
+    return _child("from typing import Any\n\n\n" + inspect.getsource(_torch_build) + _TORCH_PROBE)
 
 
-def _torch_build(torch: Any) -> dict[str, Any]:
+def _torch_build(torch: Any, cuda: str | None) -> dict[str, Any]:
     """What torch was built with."""
-    found = {"cuda": torch.version.cuda, "cudnn": None, "nccl": None, "gpus": [], "error": None}
+    found = {"cuda": cuda, "cudnn": None, "nccl": None, "gpus": [], "error": None}
     try:
         found["cudnn"] = torch.backends.cudnn.version()
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():
