@@ -218,7 +218,8 @@ def _torch_in_child() -> tuple[dict[str, Any] | None, str]:
 
 def _torch_build(torch: Any, cuda: str | None) -> dict[str, Any]:
     """What torch was built with."""
-    found = {"cuda": cuda, "cudnn": None, "nccl": None, "gpus": [], "error": None}
+    found: dict[str, Any] = {"cuda": cuda, "cudnn": None, "nccl": None, "gpus": []}
+    found["error"] = None
     try:
         found["cudnn"] = torch.backends.cudnn.version()
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():

@@ -35,7 +35,7 @@ from megatron_patch.util import UserError
 
 #: Raise when the content of a prepared directory changes: older ones are then made anew.
 FORMAT = 3
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 1024
 SEQ_LENGTH = 256
 GLOBAL_BATCH_SIZE = 8
 #: Optimizer steps of one call, about two minutes on two cores.
@@ -330,8 +330,8 @@ def train_flags(folder: Path, ranks: int = 1, steps: int = STEPS) -> list[str]:
         *("--seq-length", str(SEQ_LENGTH)),
         *("--micro-batch-size", str(micro_batch_size)),
         *("--global-batch-size", str(micro_batch_size * ranks)),
-        *("--lr", "1.5e-3"),
-        *("--min-lr", "1.5e-4"),
+        *("--lr", "2e-3"),
+        *("--min-lr", "2e-4"),
         *("--adam-beta2", "0.95"),  # 0.999 looks back over more steps than there are
         *("--lr-decay-style", "cosine"),
         *("--warmup-steps", str(min(20, steps // 4))),
