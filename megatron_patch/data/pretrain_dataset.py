@@ -7,7 +7,9 @@ import functools
 import itertools
 import multiprocessing
 import os
+import secrets
 import socket
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -172,6 +174,29 @@ def _validation(args: Namespace, config: Any) -> list[tuple[str, int]]:
 # --- nodes with caches of their own -------------------------------------------------------------
 
 
+def who_sees(folder: str) -> list[bool]:
+    """Whether each rank sees in a directory what rank 0 writes there; all have to call it."""
+    import torch
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    box: list[Any] = [f".seen-{secrets.token_hex(8)}"]
+    torch.distributed.broadcast_object_list(box, src=0)
+    mark = os.path.join(folder, box[0])
+    if rank == 0:
+        os.makedirs(folder, exist_ok=True)
+        open(mark, "wb").close()
+    torch.distributed.barrier()
+    for pause in (0.0, 0.5, 1.0, 2.0):  # network file systems remember what was not there
+        time.sleep(pause)
+        if os.path.exists(mark):
+            break
+    sees: list[Any] = [None] * world
+    torch.distributed.all_gather_object(sees, os.path.exists(mark))
+    if rank == 0:
+        os.unlink(mark)
+    return sees
+
+
 def index_on_each_node(config: Any, wanted: list[int]) -> None:
     """Build the index on every node that does not see the cache of rank 0.
 
@@ -191,15 +216,7 @@ def index_on_each_node(config: Any, wanted: list[int]) -> None:
     if folder is None or config.mock or not 0 < local < world:
         return
     rank = torch.distributed.get_rank()
-    mark = os.path.join(folder, f".seen-{os.environ.get('MASTER_PORT', '')}-{world}")
-    if rank == 0:
-        os.makedirs(folder, exist_ok=True)
-        open(mark, "wb").close()
-    torch.distributed.barrier()
-    sees: list[Any] = [None] * world
-    torch.distributed.all_gather_object(sees, os.path.exists(mark))
-    if rank == 0:
-        os.unlink(mark)
+    sees = who_sees(folder)
     if all(sees):
         return
     problem = None

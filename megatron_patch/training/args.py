@@ -516,6 +516,11 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
         lambda c: True if c.own.output_dir else SKIP,
         "SIGTERM saves a checkpoint and ends the run; its command goes on from there",
     ),
+    Default(
+        "profile_ranks",
+        lambda c: [0] if c.values["profile"] else SKIP,
+        "a trace of every rank would fill the disk",
+    ),
     Default("manual_gc", True, "all ranks collect at the same step, so none waits for another"),
     Default("manual_gc_interval", 100, "see manual_gc"),
     Default(

@@ -589,6 +589,17 @@ def draw(runs: Sequence[tuple[str, list[dict[str, Any]]]], output: Path, key: st
     atomic_write(output, buffer.getvalue())
 
 
+def _curves(path: Path) -> list[dict[str, Any]]:
+    """Records of steps, and of evaluations with the names that sinks get."""
+    found = [
+        {"iteration": r["iteration"]}
+        | {f"{key} {r['evaluation']}": x for key, x in r.items() if key.endswith("loss")}
+        for r in _records(path)
+        if "evaluation" in r
+    ]
+    return [*read(path), *sorted(found, key=lambda r: r["iteration"])]
+
+
 def main(argv: list[str]) -> int:
     """`megatron-patch plot RUN...`: draw a value of one or several runs as PNG."""
     import argparse
@@ -597,11 +608,16 @@ def main(argv: list[str]) -> int:
         prog="megatron-patch plot", description="Draw the loss of runs over their steps."
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run directories or metrics.jsonl files")
-    parser.add_argument("--key", default="lm loss", help="value to draw (default: 'lm loss')")
+    parser.add_argument(
+        "--key",
+        default="lm loss",
+        help="value to draw (default: 'lm loss'); "
+        "'lm loss validation' and the like for evaluations",
+    )
     parser.add_argument("--output", type=Path, default=Path("loss.png"), help="PNG to write")
     options = parser.parse_args(argv)
     try:
-        runs = [(run.resolve().name, read(run)) for run in options.runs]
+        runs = [(run.resolve().name, _curves(run)) for run in options.runs]
         known = sorted({k for _, rows in runs for r in rows for k in r if _number(r[k])})
         if options.key not in known:
             raise UserError(f"--key {options.key!r}: the runs hold {', '.join(known) or 'nothing'}")

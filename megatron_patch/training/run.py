@@ -364,6 +364,10 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
         )
     startup.mark("arguments")
     keeper = _keeper(plan, output) if rank == 0 and output is not None else None
+    if output is not None and int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size:
+        # Runs on all ranks once they have met, before anything is loaded.
+        together = functools.partial(_one_directory, output)
+        config.pre_wrap_hooks = [together, *config.pre_wrap_hooks]
     metrics.RECORDER = metrics.Recorder(
         output / metrics.FILE if output is not None else None,
         rank=rank,
@@ -422,6 +426,26 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             recipe.finish(plan)
     torch.distributed.destroy_process_group()
     return status
+
+
+def _one_directory(output: Path, stages: list[Any]) -> list[Any]:
+    """Every rank reads all shards of a checkpoint, so that all nodes need the same directory.
+
+    Raises:
+        UserError: it is another one on some node; on all ranks.
+    """
+    from megatron_patch.data.pretrain_dataset import who_sees
+
+    sees = who_sees(str(output / "logs"))
+    blind = [rank for rank, seen in enumerate(sees) if not seen]
+    if blind:
+        shown = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
+        raise UserError(
+            f"--output-dir {output} of rank 0's node is not what {len(blind)} of {len(sees)} ranks "
+            f"see ({shown}): checkpoints need storage that all nodes share; give a path on it. "
+            "What may be a node's own is --data-cache-path"
+        )
+    return stages
 
 
 def flight_recorder(output: Path, entries: int | None) -> dict[str, str]:

@@ -100,7 +100,7 @@ def _id(file: Path) -> str:
     """The tracker's name for this run directory, made at the first start."""
     if file.exists():
         return file.read_text(encoding="utf-8").strip()
-    new = secrets.token_hex(8)
+    new = secrets.token_hex(11)[:21]  # as long as SwanLab's
     atomic_write(file, new)
     return new
 
@@ -132,6 +132,8 @@ def _swanlab(plan: Plan, output: Path, config: dict[str, Any]) -> Sink:
         project=plan.own.swanlab_project,
         experiment_name=plan.own.swanlab_exp_name or output.resolve().name,
         logdir=str(output / "swanlab"),
+        id=_id(output / "logs" / "swanlab_run"),
+        resume="allow",
         config=config,
     )
     return Tracker(start, lambda found, step: swanlab.log(found, step=step), swanlab.finish)

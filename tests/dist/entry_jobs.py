@@ -112,11 +112,15 @@ def _characters() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-def node_of_its_own(rank: int, world_size: int, directory: Path, argv: list[str]) -> dict[str, Any]:
-    """Train as the only rank of a node, whose cache nobody else sees."""
+def node_of_its_own(
+    rank: int, world_size: int, directory: Path, argv: list[str], output: bool = False
+) -> dict[str, Any]:
+    """Train as the only rank of a node, which has its cache, and if asked its output, to itself."""
     import os
 
     os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
     cache = directory / f"cache-of-node-{rank}"
-    status = jobs.train(rank, world_size, directory, [*argv, "--data-cache-path", str(cache)])
+    own = ["--output-dir", str(directory / f"run-of-node-{rank}")] if output else []
+    argv = [*argv, "--data-cache-path", str(cache), *own]
+    status = jobs.train(rank, world_size, directory, argv)
     return {**status, "files": sorted(p.name for p in cache.rglob("*.npy"))}

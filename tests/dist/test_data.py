@@ -119,6 +119,16 @@ def test_a_node_that_does_not_see_the_cache_builds_its_own(ranks: RankServer, fo
 
 
 @pytest.mark.slow
+def test_checkpoints_on_disks_of_the_nodes_are_refused(ranks: RankServer, folder: Path) -> None:
+    argv = _argv(folder, "apart", "--train-iters", "2")
+    job = "tests.dist.entry_jobs:node_of_its_own"
+    found = ranks.run(job, 2, folder / "job-o", argv=argv, output=True)
+    assert [v["status"] for v in found.values] == [2, 2]
+    for log in found.logs:
+        assert "is not what 1 of 2 ranks see (1): checkpoints need storage" in log.read_text()
+
+
+@pytest.mark.slow
 def test_ten_million_sequences_begin_anywhere_at_once(tmp_path: Path) -> None:
     """Two and a half passes over ten million: built once, then there at once, in the same order."""
     from megatron.core.datasets.blended_megatron_dataset_builder import (

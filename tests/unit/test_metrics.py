@@ -203,6 +203,45 @@ def test_plot(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "a" / "loss.png").exists()
 
 
+def test_plot_of_a_validation_set(tmp_path, capsys):
+    writer = recorder(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        writer.step(step, {"lm loss": 2.0})
+        writer.evaluation(step, "validation-web", {"lm loss": 3.0 - step})
+    writer.close()
+    output = tmp_path / "web.png"
+    options = ["--key", "lm loss validation-web", "--output", str(output)]
+    assert metrics.main([str(tmp_path), *options]) == 0
+    assert output.read_bytes().startswith(PNG)
+    assert metrics.evaluations(tmp_path) == {1: 2.0, 2: 1.0}
+
+
+def test_a_jump_is_told_with_its_micro_batch(tmp_path, capsys):
+    jumped = []
+    writer = recorder(tmp_path / "metrics.jsonl", jumped=jumped.append)
+
+    def step(number, loss):
+        writer.suspects += [
+            metrics.MicroBatch(x, lambda n=n: f"sequence {number}{n}")
+            for n, x in (("a", loss - 1), ("b", loss + 1))
+        ]
+        wanted = writer.jump is not None  # all ranks agree on rank 0's word
+        writer.step(number, {"lm loss": loss}, lambda: writer.look_back(wanted) or {})
+
+    for number in range(1, 41):
+        step(number, 9.0 if number == 30 else 3.0 + 0.01 * (number % 3))
+    step(41, 3.2)  # within a tenth: no jump
+    step(42, 3.0)
+    writer.close()
+    rows = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (jump,) = [r for r in rows if r.get("event") == "jump"]
+    assert (jump["iteration"], jump["loss"], jump["samples"]) == (30, 9.0, "sequence 30b")
+    assert jump["micro_batch_loss"] == 10.0 and jump["median"] == pytest.approx(3.01)
+    assert jumped == [30] and metrics.jumps(tmp_path) == [30]
+    assert len(metrics.read(tmp_path)) == 42
+    assert "highest micro-batch: rank 0, sequence 30b (loss 10.0000)" in capsys.readouterr().out
+
+
 def test_plot_refusals(tmp_path, capsys):
     assert metrics.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
