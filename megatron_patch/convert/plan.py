@@ -265,14 +265,12 @@ def read_source(folder: Path, spec: ModelSpec) -> Source:
     repeated = {name: of for name, of in rules.copies(spec).items() if name in given}
     given -= set(repeated)
     skipped += [Skipped(n, stored[n].nbytes, f"the same as {of}") for n, of in repeated.items()]
-    off = rules.turned_off(spec, given)
-    given -= off
-    if off:
-        size = sum(stored[name].nbytes for name in off)
-        why = "not part of the model that config.json says, or left out by transformers too"
-        skipped.append(
-            Skipped(f"layers for multi-token prediction ({len(off)} tensors)", size, why)
-        )
+    left = rules.left_out(spec, given)
+    for what, names in left:
+        given -= names
+        size = sum(stored[name].nbytes for name in names)
+        why = "not part of the model that is trained"
+        skipped.append(Skipped(f"{what} ({len(names)} tensors)", size, why))
     named = {name for rule in all_rules for name in rule.hf}
     rules.refuse_differences(f"{folder}", given, named, rules.no_mtp(spec, given))
     for rule in all_rules:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 #: Buffers in older HF files that every reader recomputes.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
-#: Where HF keeps the output layer, and what it repeats in a tied model's file.
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+#: Where HF keeps the output layer.
+HEAD = "lm_head.weight"
 
 
 class Operation(Protocol):
@@ -182,6 +182,30 @@ class DeltaHeads:
         ]
         wide, narrow = torch.cat(pieces[:4], dim=1), torch.cat(pieces[4:], dim=1)
         return wide.flatten(0, 1), narrow.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Tensors one after another.
+
+    Attributes:
+        rows: Rows of each.
+    """
+
+    rowwise: ClassVar[bool] = True
+    rows: tuple[int, ...]
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """All rows in one tensor."""
+        import torch
+
+        return torch.cat(parts, dim=0)
+
+    def inverse(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """One tensor to its parts."""
+        import torch
+
+        return torch.split(whole, list(self.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +375,7 @@ def to_megatron(
     expected = {name for rule in rules for name in rule.hf}
     found = {name: original for name, original in copies(spec).items() if name in given}
     _check_copies(hf_tensors, found)
-    given -= set(found) | turned_off(spec, given)
+    given -= set(found).union(*(some for _, some in left_out(spec, given)))
     refuse_differences("the Hugging Face checkpoint", given, expected, no_mtp(spec, given))
     for rule in rules:
         parts = tuple(hf_tensors[name] for name in rule.hf)
@@ -477,6 +501,11 @@ def megatron_shape(rule: Rule) -> tuple[int, ...]:
     return tuple(rule.operation.forward(parts).shape)
 
 
+def embedding(spec: ModelSpec) -> str:
+    """Where HF keeps the embedding, which a tied model's file repeats as the output layer."""
+    return f"{spec.prefix}embed_tokens.weight"
+
+
 def copies(spec: ModelSpec) -> dict[str, str]:
     """Names under which files may repeat a tensor -> the name that rules know it by.
 
@@ -485,27 +514,36 @@ def copies(spec: ModelSpec) -> dict[str, str]:
     """
     from megatron_patch.models.registry import get_family
 
-    tied = ((HEAD, EMBEDDING),) if spec.tied else ()
+    tied = ((HEAD, embedding(spec)),) if spec.tied else ()
     return dict(tied + get_family(spec.family).copies(spec))
 
 
-def turned_off(spec: ModelSpec, names: Iterable[str]) -> set[str]:
-    """Names of layers for multi-token prediction in files of a model that is to have none.
+#: What a family's layers for multi-token prediction are called where they are left out.
+_MTP = "layers for multi-token prediction"
 
-    That is a choice (``num_nextn_predict_layers`` 0), not a mistake; such a layer is known by its
-    projection of two inputs. Some families cannot have any (`ModelFamily.left_out`).
+
+def left_out(spec: ModelSpec, names: Iterable[str]) -> tuple[tuple[str, frozenset[str]], ...]:
+    """Names in files that are no part of a model, by what they are.
+
+    Layers for multi-token prediction of a model that is to have none are a choice (a zero in
+    config.json), not a mistake; such a layer is known by its projection of two inputs, or by the
+    family's pattern.
     """
     from megatron_patch.models.registry import get_family
 
-    if spec.mtp:
-        return set()
-    names = set(names)
-    pattern = get_family(spec.family).left_out
-    if pattern:
-        return {name for name in names if re.match(pattern, name)}
-    marks = (re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names)
-    layers = tuple(m[1] for m in marks if m and int(m[2]) >= len(spec.layers))
-    return {name for name in names if name.startswith(layers)} if layers else set()
+    family, names = get_family(spec.family), set(names)
+    found = [
+        (what, frozenset(name for name in names if re.match(pattern, name)))
+        for pattern, what in family.left_out
+    ]
+    if not spec.mtp and family.mtp_names:
+        found.append((_MTP, frozenset(n for n in names if re.match(family.mtp_names, n))))
+    elif not spec.mtp:
+        marks = (re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names)
+        layers = tuple(m[1] for m in marks if m and int(m[2]) >= len(spec.layers))
+        if layers:
+            found.append((_MTP, frozenset(n for n in names if n.startswith(layers))))
+    return tuple((what, some) for what, some in found if some)
 
 
 def no_mtp(spec: ModelSpec, given: Collection[str]) -> str:
@@ -513,9 +551,11 @@ def no_mtp(spec: ModelSpec, given: Collection[str]) -> str:
     own = {n for rule in spec_rules(spec) if rule.name.startswith("mtp.") for n in rule.hf}
     if not own or own & set(given):
         return ""
+    from megatron_patch.models.registry import get_family
+
     return (
         " None of the layers for multi-token prediction is there, as in files that transformers "
-        "saved: set num_nextn_predict_layers to 0 in config.json to train without them."
+        f"saved: set {get_family(spec.family).mtp_key} to 0 in config.json to train without them."
     )
 
 
@@ -523,7 +563,7 @@ def copy_differs(name: str, original: str) -> str:
     """What to tell a user whose files hold two versions of a tensor that a model has once."""
     if name == HEAD:
         return (
-            f"config.json ties the embeddings, but {HEAD} differs from {EMBEDDING} in the files. "
+            f"config.json ties the embeddings, but {HEAD} differs from {original} in the files. "
             f"Set tie_word_embeddings to false, or remove the stale {HEAD}."
         )
     return (

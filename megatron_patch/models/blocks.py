@@ -8,16 +8,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.convert.rules import (
-    EMBEDDING,
     HEAD,
     Alternating,
     DeltaHeads,
     GatedQKV,
     GatedUp,
     GroupedQKV,
+    Joined,
+    Operation,
     PadVocab,
     Rename,
     Rule,
+    Stack,
+    embedding,
 )
 from megatron_patch.models.family import (
     VOCAB_MULTIPLE,
@@ -149,7 +152,10 @@ def constants(**values: Any) -> Reader:
 
 
 def decoder(
-    hf: HFConfig, notes: list[str], formats: Mapping[str, Format] = FP8_BLOCKS
+    hf: HFConfig,
+    notes: list[str],
+    formats: Mapping[str, Format] = FP8_BLOCKS,
+    width: str = "intermediate_size",
 ) -> dict[str, Any]:
     """A pre-norm decoder with grouped queries.
 
@@ -157,6 +163,7 @@ def decoder(
         hf: The configuration.
         notes: What a user should know is added here.
         formats: Low-precision formats that the files may hold weights in.
+        width: Config key of the MLP's size.
     """
     heads = positive(hf, "num_attention_heads")
     groups = hf.typed("num_key_value_heads", heads, int)
@@ -174,7 +181,7 @@ def decoder(
                 f"{heads}, and there is no 'head_dim'. Add it."
             )
         head_dim = hidden // heads
-    return common(hf, notes, formats) | {
+    return common(hf, notes, formats, width) | {
         "group_query_attention": True,
         "num_query_groups": groups,
         "kv_channels": head_dim,
@@ -183,9 +190,12 @@ def decoder(
 
 
 def common(
-    hf: HFConfig, notes: list[str], formats: Mapping[str, Format] = FP8_BLOCKS
+    hf: HFConfig,
+    notes: list[str],
+    formats: Mapping[str, Format] = FP8_BLOCKS,
+    width: str = "intermediate_size",
 ) -> dict[str, Any]:
-    """Sizes, norms, initialisation, dropout, tying and vocabulary, whatever the attention."""
+    """Sizes, norms, initialisation, dropout, tying and vocabulary; see `decoder`."""
     stored_weights(hf, notes, formats)
     vocab = positive(hf, "vocab_size")
     padded = padded_vocab_size(vocab)
@@ -202,7 +212,7 @@ def common(
     return {
         "num_layers": positive(hf, "num_hidden_layers"),
         "hidden_size": positive(hf, "hidden_size"),
-        "ffn_hidden_size": positive(hf, "intermediate_size"),
+        "ffn_hidden_size": positive(hf, width),
         "num_attention_heads": positive(hf, "num_attention_heads"),
         "max_position_embeddings": positive(hf, "max_position_embeddings"),
         "normalization": "RMSNorm",
@@ -385,44 +395,109 @@ class MoeNames:
     joined: str = ""
 
 
-def decoder_rules(spec: ModelSpec, moe: MoeNames = MoeNames()) -> tuple[Rule, ...]:
-    """Weight rules of a pre-norm decoder with Llama's HF names, as its arguments and layers say."""
+@dataclass(frozen=True)
+class MtpNames:
+    """What HF files call the parts of a layer for multi-token prediction.
+
+    Attributes:
+        layer: Its decoder layer; ``{0}`` is its number after the decoder's, ``{1}`` its own.
+        around: What the names around it begin with; nothing: as the layer's.
+        embedding_norm: The norm of the embedding.
+        hidden_norm: The norm of the hidden state.
+        join: The projection of both.
+        final_norm: The last norm.
+    """
+
+    layer: str = "model.layers.{0}."
+    around: str = ""
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    join: str = "eh_proj"
+    final_norm: str = "shared_head.norm"
+
+
+#: Of Qwen3-Next and Qwen3.5.
+QWEN_MTP = MtpNames(
+    layer="mtp.layers.{1}.",
+    around="mtp.",
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    join="fc",
+    final_norm="norm",
+)
+
+
+def decoder_rules(
+    spec: ModelSpec,
+    moe: MoeNames = MoeNames(),
+    mtp: MtpNames = MtpNames(),
+    delta_apart: bool = False,
+) -> tuple[Rule, ...]:
+    """Weight rules of a pre-norm decoder with Llama's HF names, as its arguments and layers say.
+
+    Args:
+        spec: The resolved model.
+        moe: Names of layers with experts.
+        mtp: Names of layers for multi-token prediction.
+        delta_apart: Whether files keep the four projections of Gated DeltaNet apart.
+    """
     args, hidden = spec.args, spec.args["hidden_size"]
     vocab = PadVocab(spec.true_vocab_size, spec.padded_vocab_size)
     vocab_shape = ((spec.true_vocab_size, hidden),)
-    rules = [Rule("embedding.weight", ("model.embed_tokens.weight",), vocab_shape, vocab)]
+    rules = [Rule("embedding.weight", (embedding(spec),), vocab_shape, vocab)]
     for number, layer in enumerate(spec.layers):
-        rules += _layer_rules(args, layer, f"layers.{number}.", f"model.layers.{number}.", moe)
+        theirs = f"{spec.prefix}layers.{number}."
+        rules += _layer_rules(args, layer, f"layers.{number}.", theirs, moe, delta_apart)
     for number, layer in enumerate(spec.mtp):
-        theirs = f"model.layers.{len(spec.layers) + number}."
-        rules += _mtp_rules(args, f"mtp.{number}.", theirs)
-        rules += _layer_rules(args, layer, f"mtp.{number}.", theirs, moe)
-    rules.append(_rename("final_norm.weight", "model.norm.weight", hidden))
+        theirs = mtp.layer.format(len(spec.layers) + number, number)
+        rules += _mtp_rules(args, f"mtp.{number}.", mtp, theirs)
+        rules += _layer_rules(args, layer, f"mtp.{number}.", theirs, moe, delta_apart)
+    rules.append(_rename("final_norm.weight", f"{spec.prefix}norm.weight", hidden))
     if not spec.tied:
         rules.append(Rule("head.weight", ("lm_head.weight",), vocab_shape, vocab))
     return tuple(rules)
 
 
+def expert_stacks(spec: ModelSpec) -> tuple[Stack, ...]:
+    """Two tensors a layer in which files may hold all its experts, as Qwen3.5's do."""
+    hidden, width = spec.args["hidden_size"], spec.args["moe_ffn_hidden_size"]
+    count = spec.args["num_experts"]
+    places = [f"{spec.prefix}layers.{n}." for n, one in enumerate(spec.layers) if one.mlp == "moe"]
+    places += [QWEN_MTP.layer.format(0, n) for n, one in enumerate(spec.mtp) if one.mlp == "moe"]
+    found = []
+    for place in places:
+        block = f"{place}mlp.experts."
+        pairs = [f"{block}{e}.{half}_proj.weight" for e in range(count) for half in ("gate", "up")]
+        downs = [f"{block}{e}.down_proj.weight" for e in range(count)]
+        both, down = (count, 2 * width, hidden), (count, hidden, width)
+        found += [
+            Stack(f"{block}gate_up_proj", both, tuple(pairs), (width, hidden)),
+            Stack(f"{block}down_proj", down, tuple(downs), (hidden, width)),
+        ]
+    return tuple(found)
+
+
 def mtp_copies(spec: ModelSpec) -> tuple[tuple[str, str], ...]:
     """What files of models with MTP may repeat for each such layer: the embedding and the head."""
-    head = EMBEDDING if spec.tied else HEAD
+    table = embedding(spec)
+    head = table if spec.tied else HEAD
     return tuple(
         pair
         for number in range(len(spec.layers), len(spec.layers) + len(spec.mtp))
         for pair in (
-            (f"model.layers.{number}.embed_tokens.weight", EMBEDDING),
+            (f"model.layers.{number}.embed_tokens.weight", table),
             (f"model.layers.{number}.shared_head.head.weight", head),
         )
     )
 
 
 def _layer_rules(
-    args: dict[str, Any], layer: LayerSpec, ours: str, theirs: str, moe: MoeNames
+    args: dict[str, Any], layer: LayerSpec, ours: str, theirs: str, moe: MoeNames, apart: bool
 ) -> list[Rule]:
     if layer.attention == "mla":
         rules = _latent_rules(args, ours + "latent.", theirs)
     elif layer.attention == "delta":
-        rules = _delta_rules(args, ours + "delta.", theirs)
+        rules = _delta_rules(args, ours + "delta.", theirs, apart)
     else:
         rules = _attention_rules(args, ours + "attention.", theirs)
     if layer.mlp == "moe":
@@ -430,14 +505,14 @@ def _layer_rules(
     return rules + _mlp_rules(args, ours + "mlp.", theirs)
 
 
-def _mtp_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
+def _mtp_rules(args: dict[str, Any], ours: str, names: MtpNames, layer: str) -> list[Rule]:
     """Around the decoder layer: norms of both inputs, their projection, and the last norm."""
-    hidden = args["hidden_size"]
+    hidden, theirs = args["hidden_size"], names.around or layer
     return [
-        _rename(f"{ours}embedding_norm.weight", f"{theirs}enorm.weight", hidden),
-        _rename(f"{ours}hidden_norm.weight", f"{theirs}hnorm.weight", hidden),
-        _rename(f"{ours}join.weight", f"{theirs}eh_proj.weight", hidden, 2 * hidden),
-        _rename(f"{ours}final_norm.weight", f"{theirs}shared_head.norm.weight", hidden),
+        _rename(f"{ours}embedding_norm.weight", f"{theirs}{names.embedding_norm}.weight", hidden),
+        _rename(f"{ours}hidden_norm.weight", f"{theirs}{names.hidden_norm}.weight", hidden),
+        _rename(f"{ours}join.weight", f"{theirs}{names.join}.weight", hidden, 2 * hidden),
+        _rename(f"{ours}final_norm.weight", f"{theirs}{names.final_norm}.weight", hidden),
     ]
 
 
@@ -497,21 +572,26 @@ def _attention_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]
     return rules
 
 
-def _delta_rules(args: dict[str, Any], ours: str, theirs: str) -> list[Rule]:
-    """Gated DeltaNet; two projections in HF files are one in Megatron's."""
+def _delta_rules(args: dict[str, Any], ours: str, theirs: str, apart: bool) -> list[Rule]:
+    """Gated DeltaNet; two projections in HF files, or four, are one in Megatron's."""
     hidden, inner = args["hidden_size"], f"{theirs}linear_attn."
     heads, values = args["linear_num_key_heads"], args["linear_num_value_heads"]
     width, size = args["linear_key_head_dim"], args["linear_value_head_dim"]
     ratio = values // heads
-    rows = (2 * heads * width + 2 * values * size, 2 * values)
     channels = 2 * heads * width + values * size
+    kinds: tuple[str, ...] = ("qkvz", "ba")
+    rows: tuple[int, ...] = (channels + values * size, 2 * values)
+    operation: Operation = DeltaHeads(heads, width, ratio * size, ratio)
+    if apart:
+        kinds, rows = ("qkv", "z", "b", "a"), (channels, values * size, values, values)
+        operation = Joined(rows)
     return [
         _rename(f"{ours}norm.weight", f"{theirs}input_layernorm.weight", hidden),
         Rule(
             f"{ours}in.weight",
-            (f"{inner}in_proj_qkvz.weight", f"{inner}in_proj_ba.weight"),
+            tuple(f"{inner}in_proj_{kind}.weight" for kind in kinds),
             tuple((count, hidden) for count in rows),
-            DeltaHeads(heads, width, ratio * size, ratio),
+            operation,
         ),
         _rename(
             f"{ours}conv.weight",

@@ -53,6 +53,7 @@ class ModelSpec:
             that of the other norms.
         groups_by_best: How many of a group's best experts speak for it in group-limited routing,
             where Megatron-Core's own formula (top-k / groups chosen) gives another number.
+        prefix: What the names of the decoder's tensors begin with in files.
     """
 
     family: str
@@ -66,6 +67,7 @@ class ModelSpec:
     mtp: tuple[LayerSpec, ...] = ()
     latent_norm_epsilon: float | None = None
     groups_by_best: int | None = None
+    prefix: str = "model."
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,10 @@ class ModelFamily:
         partial_rotary: Whether ``partial_rotary_factor`` may rotate a part of a head only.
         mtp: The plan of the layers that predict further tokens.
         details: Further attributes of the resolved model, by name (`ModelSpec`).
-        left_out: Pattern of names in files that transformers leaves out, and so do we.
+        left_out: Pairs (pattern of names in files that are no part of the model, what they are).
+        mtp_names: Pattern of the names of layers for multi-token prediction, where those are not
+            numbered after the decoder's.
+        mtp_key: Config key of their number.
         copies: Pairs (HF name under which files may repeat a tensor, that tensor's name).
         stacks: Tensors in which files hold those of several rules.
     """
@@ -123,7 +128,9 @@ class ModelFamily:
     mtp: Callable[[HFConfig], tuple[LayerSpec, ...]] = lambda hf: ()
     details: Callable[[HFConfig], dict[str, Any]] = lambda hf: {}
     copies: Callable[[ModelSpec], tuple[tuple[str, str], ...]] = lambda spec: ()
-    left_out: str = ""
+    left_out: tuple[tuple[str, str], ...] = ()
+    mtp_names: str = ""
+    mtp_key: str = "num_nextn_predict_layers"
     stacks: Callable[[ModelSpec], tuple[Stack, ...]] = lambda spec: ()
 
     def resolve(self, hf: HFConfig) -> ModelSpec:
@@ -137,6 +144,7 @@ class ModelFamily:
             raise UserError(f"{hf.path}: model_type is {hf.model_type!r}, not {self.name!r}.")
         hf = hf.view(self.aliases, self.hf_defaults)
         notes: list[str] = []
+        self._refuse_conflicts(hf)
         self._refuse_unsupported(hf)
         args: dict[str, Any] = {}
         for reader in self.args:
@@ -145,7 +153,12 @@ class ModelFamily:
         latent = args.get("multi_latent_attention", False)
         head_dim = args["qk_pos_emb_head_dim" if latent else "kv_channels"]
         rope = read_rope(
-            hf, head_dim, args["max_position_embeddings"], theta, partial=self.partial_rotary
+            hf,
+            head_dim,
+            args["max_position_embeddings"],
+            theta,
+            partial=self.partial_rotary,
+            inert={key for key, _ in self.inert},
         )
         if theta is not None and rope.theta == theta:
             notes.append(f"rope base {theta:g}: the file predates the key")
@@ -153,7 +166,7 @@ class ModelFamily:
         layers, mtp, details = self.layers(hf), self.mtp(hf), self.details(hf)
         if mtp:
             args["mtp_num_layers"] = len(mtp)
-            notes.append(_mtp_note(len(mtp)))
+            notes.append(_mtp_note(len(mtp), self.mtp_key))
         self._refuse_unknown(hf)
         for key, value in hf.defaulted:
             notes.append(f"{key} is not in {hf.path.name}: {value!r}, as in transformers")
@@ -171,13 +184,23 @@ class ModelFamily:
             **details,
         )
 
+    def _refuse_conflicts(self, hf: HFConfig) -> None:
+        inert = {key for key, _ in self.inert} | {"architectures"}
+        for key, outer, inner in hf.conflicts:
+            if key not in inert:
+                raise UserError(
+                    f"{hf.path}: {key!r} is {outer!r}, but {inner!r} in 'text_config'. Keep the "
+                    f"right one."
+                )
+
     def _refuse_unsupported(self, hf: HFConfig) -> None:
         for name in hf.typed("architectures", [], list):
             if not isinstance(name, str):
                 raise UserError(
                     f"{hf.path}: 'architectures' holds {name!r}; expected names of classes."
                 )
-            if not name.endswith(("ForCausalLM", "Model")):
+            heads = ("ForCausalLM", "Model") + (("ForConditionalGeneration",) if hf.nested else ())
+            if not name.endswith(heads):
                 raise UserError(
                     f"{hf.path}: 'architectures' names {name}, which has another head than a "
                     f"language model's. Use the checkpoint that it was made from."
@@ -204,7 +227,11 @@ class ModelFamily:
 
 
 #: HF model types whose architecture is that of another type, which has the file: (type, file).
-ALIASES: tuple[tuple[str, str], ...] = (("kimi_k2", "deepseek_v3"),)
+ALIASES: tuple[tuple[str, str], ...] = (
+    ("kimi_k2", "deepseek_v3"),
+    ("qwen3_5_text", "qwen3_5"),
+    ("qwen3_5_moe_text", "qwen3_5_moe"),
+)
 
 
 def other_names(name: str) -> tuple[str, ...]:
@@ -217,11 +244,11 @@ def padded_vocab_size(vocab_size: int) -> int:
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def _mtp_note(count: int) -> str:
+def _mtp_note(count: int, key: str) -> str:
     return (
         f"{count} layer{'s' if count > 1 else ''} for multi-token prediction: trained along with "
         f"Megatron's weight of 0.1 (--mtp-loss-scaling-factor); transformers' training ignores "
-        f"them. To train without, set num_nextn_predict_layers to 0"
+        f"them. To train without, set {key} to 0"
     )
 
 

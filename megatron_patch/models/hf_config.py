@@ -26,11 +26,16 @@ class HFConfig:
         data: The parsed JSON object, read-only.
         path: The file it came from; named in every message.
         defaults: Pairs ``(key, value)`` that hold where the file lacks the key.
+        nested: Whether the file keeps the language model's keys in ``text_config``; `data` has them
+            beside the others.
+        conflicts: Keys that stand in both places with two values: key, outer and inner value.
     """
 
     data: Mapping[str, Any]
     path: Path
     defaults: tuple[tuple[str, Any], ...] = ()
+    nested: bool = False
+    conflicts: tuple[tuple[str, Any, Any], ...] = ()
     _read: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +65,7 @@ class HFConfig:
                     f"but both mean the same thing. Keep one of them."
                 )
             merged[ours] = value
-        return HFConfig(merged, self.path, defaults)
+        return HFConfig(merged, self.path, defaults, self.nested, self.conflicts)
 
     @property
     def model_type(self) -> str:
@@ -194,7 +199,22 @@ def load_config(hf_dir: str | Path) -> HFConfig:
         raise UserError(f"{path}: not valid JSON ({error}). Restore the original file.") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: holds a JSON {type(data).__name__}, not an object.")
-    return HFConfig(data, path)
+    return flattened(data, path)
+
+
+#: Where multimodal models keep the configuration of their language model.
+_TEXT = "text_config"
+
+
+def flattened(data: dict[str, Any], path: Path) -> HFConfig:
+    """A configuration with the keys of its language model beside the others; the outer ones win."""
+    inner = data.get(_TEXT)
+    if not isinstance(inner, dict):
+        return HFConfig(data, path)
+    outer = {key: value for key, value in data.items() if key != _TEXT}
+    both = [key for key in outer if key in inner and outer[key] != inner[key]]
+    conflicts = tuple((key, outer[key], inner[key]) for key in both if key != "model_type")
+    return HFConfig(inner | outer, path, nested=True, conflicts=conflicts)
 
 
 def largest_token(hf_dir: str | Path) -> int | None:

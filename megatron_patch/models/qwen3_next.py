@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,12 @@ HF_DEFAULTS = (
     ("norm_topk_prob", True),
     ("router_aux_loss_coef", 0.001),
 )
+
+#: What files call the shared expert.
+NAMES = blocks.MoeNames(shared="shared_expert.")
+
+#: From a configuration to its layers.
+Plan = Callable[["HFConfig"], tuple[LayerSpec, ...]]
 
 _KINDS = ("linear_attention", "full_attention")
 
@@ -84,12 +91,39 @@ def layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
     )
 
 
+def mtp_layers(layers: Plan, key: str) -> Plan:
+    """The plan of a layer for multi-token prediction: as the decoder's last one.
+
+    Args:
+        layers: The plan of the decoder.
+        key: Config key of their number.
+    """
+
+    def plan(hf: HFConfig) -> tuple[LayerSpec, ...]:
+        count: int = hf.typed(key, 0, int)
+        if count not in (0, 1):
+            raise UserError(
+                f"{hf.path}: {key!r} is {count}; expected 0 or 1: further layers of these models "
+                f"share the projection and the last norm, which Megatron-Core does not."
+            )
+        if count and linear_layers(hf)[-1]:
+            raise UserError(
+                f"{hf.path}: {key!r} is {count}, but the decoder's last layer is "
+                f"{_KINDS[0]!r}; Megatron-Core's layer for multi-token prediction has the last "
+                f"one's kind, these models' has {_KINDS[1]!r}. Set it to 0."
+            )
+        return (layers(hf)[-1],) * count
+
+    return plan
+
+
 FAMILY = ModelFamily(
     name="qwen3_next",
     hf_defaults=HF_DEFAULTS,
     args=(blocks.decoder, delta, blocks.moe, blocks.shared_expert),
     layers=layers,
-    rules=partial(blocks.decoder_rules, moe=blocks.MoeNames(shared="shared_expert.")),
+    rules=partial(blocks.decoder_rules, moe=NAMES, mtp=blocks.QWEN_MTP),
+    mtp=mtp_layers(layers, "num_nextn_predict_layers"),
     only=(
         *blocks.ONLY,
         blocks.SLIDING_ONLY,
@@ -101,5 +135,5 @@ FAMILY = ModelFamily(
     ),
     aliases=(("num_local_experts", "num_experts"),),
     partial_rotary=True,
-    left_out=r"mtp\.",
+    mtp_names=r"mtp\.",
 )

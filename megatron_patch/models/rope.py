@@ -12,7 +12,7 @@ Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), position interpo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,7 @@ def read_rope(
     known_theta: float | None = None,
     *,
     partial: bool = False,
+    inert: Collection[str] = (),
 ) -> RopeSpec:
     """The rope of a config in the spelling of transformers 4 or 5.
 
@@ -102,6 +103,7 @@ def read_rope(
         max_position_embeddings: Context length, the default of the original length.
         known_theta: Base of a file that predates the key; only where that is certain.
         partial: Whether the family rotates a part of a head where the config says so.
+        inert: Fields that change nothing for this family.
 
     Raises:
         UserError: No base frequency, an unsupported type, a missing, unknown or malformed field,
@@ -118,8 +120,8 @@ def read_rope(
     if "type" in found:  # the spelling before transformers 4.43
         _agree(hf, found, "rope_type", found.pop("type"), f"{name}.type", f"{name}.rope_type")
     for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
-        value = hf.get(key)
-        if value is not None and (key in hf or key not in found):
+        value = hf.get(key) if key in hf or key not in found else None
+        if value is not None:
             _agree(hf, found, key, value, key, f"{name}.{key}")
 
     theta = found.pop("rope_theta", known_theta)
@@ -148,6 +150,7 @@ def read_rope(
     if rope_type == "default":
         # Scaled types read it; beside a plain rope it only documents the pretraining length.
         found.pop("original_max_position_embeddings", None)
+    found = {key: value for key, value in found.items() if key not in inert}
     unknown = sorted(set(found) - set(table[rope_type]))
     if unknown:
         listing = ", ".join(f"{key}={found[key]!r}" for key in unknown)

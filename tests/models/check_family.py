@@ -43,12 +43,13 @@ def check_family(name: str, config: Mapping[str, Any], golden: str, directory: P
     check_golden(spec, golden)
     model = random_hf_model(directory, len(spec.mtp))
     model.save_pretrained(directory / "saved")
-    saved = load_saved(directory / "saved")
+    saved = named_as_in_files(spec, load_saved(directory / "saved"))
     around = random_around_mtp(spec)
     saved |= around
     # What transformers itself writes for this model resolves to the same thing.
     again = get_family(name).resolve(load_config(directory / "saved"))
-    assert (again.args, again.rope, again.layers) == (spec.args, spec.rope, spec.layers)
+    pick = [(s.args | {"mtp_num_layers": len(spec.mtp)}, s.rope, s.layers) for s in (again, spec)]
+    assert pick[0] == pick[1]
     check_names(spec, saved)
     check_round_trip(spec)
     # More than twice the original length of the scaled ropes in `configs`.
@@ -57,7 +58,7 @@ def check_family(name: str, config: Mapping[str, Any], golden: str, directory: P
     tokens = torch.randint(spec.true_vocab_size, (2, length), generator=generator)
     with torch.no_grad():
         reference = model(tokens).logits
-        further = mtp_logits(model, around, tokens, len(spec.mtp))
+        further = mtp_logits(model, around, tokens, spec)
     with megatron_model.one_rank():
         ours = megatron_model.build(spec)
         check_logits(spec, ours, saved, tokens, reference)
@@ -99,8 +100,12 @@ def random_hf_model(directory: Path, more_layers: int = 0) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
-    import_model_code(config.model_type)
+    import_model_code(config.model_type.removesuffix("_text"))
+    config = config.get_text_config()
+    types, count = getattr(config, "layer_types", None), config.num_hidden_layers
     config.num_hidden_layers += more_layers
+    if types is not None:
+        config.layer_types = [*types, *["full_attention"] * more_layers]
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -114,8 +119,25 @@ def random_hf_model(directory: Path, more_layers: int = 0) -> Any:
             parameter.normal_(0, scale, generator=generator)
             if "norm" in name:
                 parameter.add_(1)
-    model.config.num_hidden_layers -= more_layers
+    model.config.num_hidden_layers = count
+    if types is not None:
+        model.config.layer_types = types
     return model
+
+
+def named_as_in_files(
+    spec: ModelSpec, saved: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors with the decoder layers of MTP under the names that files have."""
+    found = dict(saved)
+    for rule in rules.spec_rules(spec):
+        norm = re.fullmatch(r"mtp\.(\d+)\.\w+\.norm\.weight", rule.name)
+        if norm and rule.hf[0].endswith("input_layernorm.weight"):
+            theirs = rule.hf[0].removesuffix("input_layernorm.weight")
+            built = f"{spec.prefix}layers.{len(spec.layers) + int(norm[1])}."
+            for name in [name for name in found if name.startswith(built)]:
+                found[theirs + name.removeprefix(built)] = found.pop(name)
+    return found
 
 
 def random_around_mtp(spec: ModelSpec) -> dict[str, torch.Tensor]:
@@ -135,14 +157,18 @@ def add_around_mtp(spec: ModelSpec, directory: Path) -> None:
     tensors = random_around_mtp(spec)
     if tensors:
         index = directory / "model.safetensors.index.json"
-        content = json.loads(index.read_text())
-        content["weight_map"] |= dict.fromkeys(tensors, "mtp.safetensors")
+        content, places = json.loads(index.read_text()), {}
+        for file in sorted(directory.glob("*.safetensors")):
+            held = named_as_in_files(spec, load_file(file))
+            save_file(held, file, {"format": "pt"})
+            places |= dict.fromkeys(held, file.name)
         save_file(tensors, directory / "mtp.safetensors", {"format": "pt"})
+        content["weight_map"] = places | dict.fromkeys(tensors, "mtp.safetensors")
         index.write_text(json.dumps(content))
 
 
 def mtp_logits(
-    model: Any, around: Mapping[str, torch.Tensor], tokens: torch.Tensor, count: int
+    model: Any, around: Mapping[str, torch.Tensor], tokens: torch.Tensor, spec: ModelSpec
 ) -> list[torch.Tensor]:
     """Logits of every depth of MTP, as the DeepSeek-V3 report has it (arXiv 2412.19437, 2.2).
 
@@ -154,19 +180,22 @@ def mtp_logits(
     length = tokens.shape[1]
     mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
     rotary = body.rotary_emb(hidden, torch.arange(length)[None])
-    for depth in range(1, count + 1):
+    ours = {rule.name: rule.hf[0] for rule in rules.spec_rules(spec)}
+    one = 1 if spec.args.get("layernorm_zero_centered_gamma") else 0
+    for depth in range(1, len(spec.mtp) + 1):
         number = model.config.num_hidden_layers + depth - 1
-        theirs = f"model.layers.{number}."
 
-        def norm(x: torch.Tensor, name: str, theirs: str = theirs) -> torch.Tensor:
-            weight = around[f"{theirs}{name}.weight"]
-            return F.rms_norm(x, (x.shape[-1],), weight, model.config.rms_norm_eps)
+        def weight(name: str, depth: int = depth) -> torch.Tensor:
+            return around[ours[f"mtp.{depth - 1}.{name}.weight"]]
 
-        embedded = body.embed_tokens(tokens.roll(-depth, dims=1))
-        both = torch.cat([norm(embedded, "enorm"), norm(hidden, "hnorm")], dim=-1)
-        joined = F.linear(both, around[f"{theirs}eh_proj.weight"])
+        def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return F.rms_norm(x, (x.shape[-1],), weight + one, model.config.rms_norm_eps)
+
+        embedded = norm(body.embed_tokens(tokens.roll(-depth, dims=1)), weight("embedding_norm"))
+        both = torch.cat([embedded, norm(hidden, weight("hidden_norm"))], dim=-1)
+        joined = F.linear(both, weight("join"))
         hidden = body.layers[number](joined, attention_mask=mask, position_embeddings=rotary)
-        hidden = norm(hidden, "shared_head.norm")
+        hidden = norm(hidden, weight("final_norm"))
         found.append(model.lm_head(hidden)[:, :-depth])
     return found
 
@@ -218,9 +247,13 @@ def check_logits(
     spread = float(reference.std())
     assert spread > 0.3  # the comparison says nothing about a model that says nothing
     worst = float((found[..., :true] - reference).abs().max()) / spread
+    assert worst < tolerance_of(spec), f"logits differ by {worst:.1e} of their spread"
+
+
+def tolerance_of(spec: ModelSpec) -> float:
+    """Largest difference of logits that counts as none."""
     delta = any(layer.attention == "delta" for layer in spec.layers)
-    tolerance = DELTA_TOLERANCE if delta else TOLERANCE
-    assert worst < tolerance, f"logits differ by {worst:.1e} of their spread"
+    return DELTA_TOLERANCE if delta else TOLERANCE
 
 
 def check_mtp(
@@ -242,7 +275,8 @@ def check_mtp(
         spread = float(reference.std())
         assert spread > 0.3
         worst = float((found - reference).abs().max()) / spread
-        assert worst < TOLERANCE, f"MTP depth {depth}: logits differ by {worst:.1e} of their spread"
+        tolerance = tolerance_of(spec)
+        assert worst < tolerance, f"MTP depth {depth}: logits differ by {worst:.1e} of their spread"
 
 
 def _output_weight(ours: Any) -> Any:

@@ -377,3 +377,86 @@ GPT_OSS: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 1000,
 }
+
+#: Qwen3.5 in small, the language model alone: Qwen3-Next's attention, MTP, no experts. Values of
+#: rope for three kinds of positions, which are one for text.
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "bos_token_id": None,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "full_attention_interval": 4,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 12,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 256,
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "output_gate_type": "swish",
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 1000,
+}
+
+QWEN3_5_MOE: dict[str, Any] = {k: v for k, v in QWEN3_5.items() if k != "intermediate_size"} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 40,
+}
+
+#: What the published files have around it.
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "model_type": "qwen3_5",
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 64,
+}
+
+
+def multimodal(text: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a model with a vision tower around a language model."""
+    kind = text["model_type"].removesuffix("_text")
+    name = text["architectures"][0].replace("CausalLM", "ConditionalGeneration")
+    return {
+        "architectures": [name],
+        "image_token_id": 990,
+        "model_type": kind,
+        "text_config": {k: v for k, v in text.items() if k != "architectures"},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": 991,
+        "vision_config": VISION | {"model_type": kind},
+        "vision_end_token_id": 993,
+        "vision_start_token_id": 992,
+    }

@@ -14,7 +14,14 @@ from typing import Any
 import megatron_model
 import pytest
 import torch
-from check_family import check_logits, load_saved, random_around_mtp, random_hf_model, resolve
+from check_family import (
+    check_logits,
+    load_saved,
+    named_as_in_files,
+    random_around_mtp,
+    random_hf_model,
+    resolve,
+)
 from test_config import TINY
 
 from megatron_patch.models.family import ModelSpec
@@ -100,7 +107,7 @@ def test_every_field_counts(name, tmp_path):
     assert len(together) > 8
     model = random_hf_model(tmp_path, len(spec.mtp))
     model.save_pretrained(tmp_path / "saved")
-    saved = load_saved(tmp_path / "saved") | random_around_mtp(spec)
+    saved = named_as_in_files(spec, load_saved(tmp_path / "saved")) | random_around_mtp(spec)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(spec.true_vocab_size, (2, 100), generator=generator)
     with torch.no_grad():

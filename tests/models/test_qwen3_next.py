@@ -11,6 +11,22 @@ def test_contract(tmp_path):
     check_family("qwen3_next", QWEN3_NEXT, "qwen3_next", tmp_path)
 
 
+@pytest.mark.slow
+def test_multi_token_prediction_where_config_asks_for_it(tmp_path):
+    """The published files have it, and their config.json no word of it."""
+    config = QWEN3_NEXT | {"num_nextn_predict_layers": 1}
+    check_family("qwen3_next", config, "qwen3_next_mtp", tmp_path)
+    for changes, words in (
+        ({"num_nextn_predict_layers": 2}, "'num_nextn_predict_layers' is 2; expected 0 or 1"),
+        (
+            {"full_attention_interval": 3},
+            "'num_nextn_predict_layers' is 1, but the decoder's last layer is 'linear_attention'",
+        ),
+    ):
+        with pytest.raises(UserError, match=words):
+            resolve(config | changes, tmp_path)
+
+
 def test_layers_by_name_or_by_interval(tmp_path):
     types = [*["linear_attention"] * 3, "full_attention"]
     named = {k: v for k, v in QWEN3_NEXT.items() if k != "full_attention_interval"}
