@@ -134,7 +134,8 @@ def _ends(folder: Path) -> set[int]:
     """Ids after which transformers stops too."""
     for name in ("generation_config.json", "config.json"):
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads((folder / name).read_text()).get("eos_token_id")
+            content = json.loads((folder / name).read_text())
+            found = {**(content.get("text_config") or {}), **content}.get("eos_token_id")
             if found is not None:
                 return set(found if isinstance(found, list) else [found])
     return set()

@@ -521,11 +521,18 @@ def write_dtype(folder: Path, dtype: str, quantised: bool = False) -> list[str]:
     config = json.loads(path.read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
     changes = []
-    if config.get(key) != dtype:
+    inner = config.get("text_config")  # the keys of a language model beside a vision tower
+    apart = isinstance(inner, dict)
+    if config.get(key) != dtype and (key in config or not apart):
         changes.append(
             f"config.json: {key} {config.get(key)!r} -> {dtype!r}, the dtype of the weights"
         )
         config[key] = dtype
+    if apart:
+        key = "dtype" if "dtype" in inner else "torch_dtype"
+        if inner.get(key, dtype) != dtype:
+            changes.append(f"config.json: text_config.{key} {inner[key]!r} -> {dtype!r}")
+            inner[key] = dtype
     if quantised and not config.get("quantization_config"):
         config["quantization_config"] = dict(_QUANTISATION)
         changes.append("config.json: quantization_config added, the weights are FP8")

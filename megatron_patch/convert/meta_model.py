@@ -306,7 +306,6 @@ def _one_key(name: str, shards: list[Any]) -> Place:
 def main(argv: list[str]) -> int:
     """The process of its own: one JSON line on standard output."""
     from megatron_patch.models.registry import get_family, load_config
-    from megatron_patch.patches import mtp_of_variants, registry
     from megatron_patch.platform import cpu, torch_backend
 
     (directory,) = argv
@@ -318,7 +317,6 @@ def main(argv: list[str]) -> int:
             sys.modules[package] = None  # type: ignore[assignment]  # Python's way to say: absent
     cpu.enable()
     torch_backend.enable()
-    registry.apply([mtp_of_variants.NAME])
     layout = _places(_state_dict(spec))
     operations = (
         (rule.operation, tuple(map(rows.rows_of, rule.shapes)))

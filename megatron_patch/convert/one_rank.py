@@ -24,7 +24,7 @@ def one_rank() -> Iterator[None]:
     """Process groups of size one, on the CPU platform where there is no GPU."""
     import torch
 
-    from megatron_patch.patches import mtp_of_variants, registry
+    from megatron_patch.patches import registry
     from megatron_patch.platform import cpu, torch_backend
 
     on_cpu = not torch.cuda.is_available()
@@ -32,7 +32,6 @@ def one_rank() -> Iterator[None]:
         cpu.enable()
     if on_cpu or importlib.util.find_spec("transformer_engine") is None:
         torch_backend.enable()
-    registry.apply([mtp_of_variants.NAME])
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -46,7 +45,7 @@ def one_rank() -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
-        registry.revert([mtp_of_variants.NAME, *(p.name for p in torch_backend.PATCHES)])
+        registry.revert([patch.name for patch in torch_backend.PATCHES])
         cpu.disable()
 
 

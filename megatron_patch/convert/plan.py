@@ -100,6 +100,7 @@ class ImportPlan:
         notes: What a user should know.
         copies: Names under which the source repeats a tensor (`rules.copies`).
         stacks: Names under which the source holds several tensors (`rules.stacks`).
+        left_out: What the source holds beside the model.
         runs: Which rows every operation moves where.
     """
 
@@ -112,6 +113,7 @@ class ImportPlan:
     notes: tuple[str, ...]
     copies: tuple[str, ...]
     stacks: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     runs: RunTable = NO_RUNS
 
     @property
@@ -154,13 +156,15 @@ class Export:
         part: Which of the rule's tensors it is.
         scales: Whether it holds the scales of that tensor's FP8 form.
         transposed: Whether the file keeps its axes the other way round.
+        kept: A tensor of the original that is no part of the model; then there is no step.
     """
 
     target: Target
-    step: Step
-    part: int
+    step: Step | None
+    part: int = 0
     scales: bool = False
     transposed: bool = False
+    kept: Stored | None = None
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,10 @@ class ExportPlan:
 
     def copy(self, export: Export, files: Files) -> Copy | Quantised | Transposed:
         """An HF tensor."""
+        if export.kept is not None:
+            rows = export.kept.rows(files)
+            return forward_copy(rules.Rename(), (rows,), export.kept.shape, export.kept.dtype)
+        assert export.step is not None
         place = export.step.place
         region = region_rows(files, self.checkpoint, place)
         operation = export.step.rule.operation
@@ -220,6 +228,9 @@ class ExportPlan:
         for export in self.exports:
             step, target = export.step, export.target
             size = tensor_bytes(target.shape, target.dtype)
+            if step is None:
+                yield f"{target.name} as it is {human_bytes(size)} in {target.file}"
+                continue
             yield (
                 f"{_where(step.place)} -> {target.name} {list(target.shape)} {_cast(step)} "
                 f"{_name(step.rule)} {human_bytes(size)} in {target.file}"
@@ -237,6 +248,7 @@ class Source:
         repeated: Names under which the files repeat a tensor -> the name of its original.
         skipped: What is not part of the model.
         stacks: Names of tensors in the files that hold several of the model's.
+        left_out: What the files hold beside the model.
     """
 
     folder: Path
@@ -245,6 +257,7 @@ class Source:
     repeated: Mapping[str, str]
     skipped: tuple[Skipped, ...]
     stacks: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def read_source(folder: Path, spec: ModelSpec) -> Source:
@@ -276,7 +289,8 @@ def read_source(folder: Path, spec: ModelSpec) -> Source:
     for rule in all_rules:
         for name, shape in zip(rule.hf, rule.shapes, strict=True):
             _same_shape(f"{stored[name].path}: {name}", stored[name].shape, shape)
-    return Source(folder, all_rules, stored, repeated, tuple(skipped), tuple(whole))
+    beside = tuple(what for what, _ in _named_left_out(spec, stored))
+    return Source(folder, all_rules, stored, repeated, tuple(skipped), tuple(whole), beside)
 
 
 def check_dtypes(rule: Rule, stored: Mapping[str, Stored], dtype: str | None) -> None:
@@ -339,6 +353,7 @@ def plan_import(
         _notes(spec),
         tuple(source.repeated),
         source.stacks,
+        source.left_out,
         _forward_table(steps),
     )
 
@@ -392,7 +407,10 @@ def plan_export(
         rules.refuse_differences(f"{folder}", used | set(extra), used | set(missing))
     joined = _stacks_to_write(source, spec)
     quantised = _quantised(source, steps, joined) if dtype == FP8_BLOCKS else frozenset()
-    shards, exports = _lay_out_files(_hf_tensors(steps, spec, source, quantised), joined, max_shard)
+    kept, words = _kept_aside(source, spec)
+    notes += words
+    wanted = _hf_tensors(steps, spec, source, quantised)
+    shards, exports = _lay_out_files(wanted, joined, kept, max_shard)
     with Files() as files:
         for step in steps:
             region_rows(files, checkpoint, step.place)
@@ -650,8 +668,37 @@ def _stacks_to_write(source: Path, spec: ModelSpec) -> dict[str, Stack]:
     return {part: stack for stack in wanted for part in stack.parts}
 
 
+def _kept_aside(source: Path, spec: ModelSpec) -> tuple[list[Stored], list[str]]:
+    """Tensors of the original that the model does not have, and what a user should know of them."""
+    if not _has_weights(source):
+        return [], [
+            f"without the original's {what}: name its directory with --hf-dir to copy it along"
+            for what in sorted(_recorded(source, "left_out") or ())
+        ]
+    stored = hf_io.read_model(source)
+    found, notes = [], []
+    for what, names in _named_left_out(spec, stored):
+        found += [stored[name] for name in sorted(names)]
+        notes.append(f"{what} ({len(names)} tensors) copied along from {source}, untrained")
+    return found, notes
+
+
+def _named_left_out(
+    spec: ModelSpec, names: Collection[str]
+) -> tuple[tuple[str, frozenset[str]], ...]:
+    """`rules.left_out` where the family has names for it; else config.json is to leave it out."""
+    from megatron_patch.models.registry import get_family
+
+    family = get_family(spec.family)
+    named = bool(family.left_out or family.mtp_names)
+    return rules.left_out(spec, names) if named else ()
+
+
 def _lay_out_files(
-    tensors: Sequence[_Wanted], joined: Mapping[str, Stack], max_shard: int
+    tensors: Sequence[_Wanted],
+    joined: Mapping[str, Stack],
+    kept: Sequence[Stored],
+    max_shard: int,
 ) -> tuple[tuple[Shard, ...], tuple[Export, ...]]:
     """Places in files; the parts of a stack follow one another, where the first of them stands."""
     groups: dict[str, list[_Wanted]] = {}
@@ -662,9 +709,10 @@ def _lay_out_files(
         (name, joined[group[0][0]].shape if group[0][0] in joined else group[0][1], group[0][2])
         for name, group in groups.items()
     ]
+    in_files += [(tensor.name, tensor.shape, tensor.dtype) for tensor in kept]
     shards, targets = hf_io.plan_shards(in_files, max_shard)
     exports: list[Export] = []
-    for target, group in zip(targets, groups.values(), strict=True):
+    for target, group in zip(targets, groups.values(), strict=False):
         stack = joined.get(group[0][0])
         if stack is None:
             ((*_, step, part, scales),) = group
@@ -675,6 +723,8 @@ def _lay_out_files(
             Export(place, *origins[place.name], transposed=stack.transposed)
             for place in hf_io.parts_of(target, stack)
         ]
+    beside = zip(targets[len(groups) :], kept, strict=True)
+    exports += [Export(target, None, kept=tensor) for target, tensor in beside]
     return shards, tuple(exports)
 
 
@@ -712,6 +762,7 @@ def write_record(source: Path, target: Path, spec: ModelSpec) -> None:
         "dtype": hf_io.dtype_of(joined),
         "fp8": [name for name in stored if name + hf_io.SCALE in stored],
         "stacks": [stack.name for stack in rules.stacks(spec) if stack.name in joined],
+        "left_out": [what for what, _ in _named_left_out(spec, stored)],
     }
     atomic_write(target / RECORD, json.dumps(record) + "\n")
 

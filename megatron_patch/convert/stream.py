@@ -124,6 +124,7 @@ class Import:
             "dtype": hf_io.dtype_of(stored),
             "fp8": [n for n, tensor in stored.items() if tensor.scale and not tensor.packed],
             "stacks": self.plan.stacks,
+            "left_out": self.plan.left_out,
         }
         atomic_write(folder / "hf" / RECORD, json.dumps(record) + "\n")
         atomic_write(folder / TRACKER, RELEASE)
@@ -203,6 +204,8 @@ class ExportJob:
         notes = [f"not copied along: {', '.join(left)}"] if left else []
         sizes: dict[str, int] = {}
         for export in self.plan.exports:
+            if export.step is None:
+                continue
             # A quantised weight counts as what it was.
             dtype = export.step.dtype
             size = tensor_bytes(export.target.shape, dtype)

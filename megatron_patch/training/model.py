@@ -129,6 +129,10 @@ def model_config(
         config.transformer_layer_spec = layer_spec
 
     def before_wrapping(stages: list[Any]) -> list[Any]:
+        if delta:
+            from megatron_patch.models.modules.gated_delta import VARIANT
+
+            config.transformer.experimental_attention_variant = VARIANT
         from megatron_patch.models.rope import apply_rope
         from megatron_patch.training import figures, startup
         from megatron_patch.training.bookkeeping import accept_any_form

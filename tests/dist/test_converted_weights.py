@@ -44,6 +44,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-moe": configs.QWEN2_MOE,
     # Gated DeltaNet, whose projections have several keys in a checkpoint.
     "qwen3-next": configs.QWEN3_NEXT,
+    # Four projections of Gated DeltaNet, MTP after a layer of another kind.
+    "qwen3.5": configs.QWEN3_5 | {"num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen3.5-moe": configs.QWEN3_5_MOE | {"num_hidden_layers": 2, "full_attention_interval": 2},
     # Sinks, biases, windows in every other layer, all experts of a layer in one tensor.
     "gpt-oss": configs.GPT_OSS
     | {"num_hidden_layers": 2, "layer_types": None, "output_router_logits": False},
@@ -88,6 +91,10 @@ CASES = [
     ("qwen2-moe", "tp2-etp2", True),
     pytest.param("qwen3-next", "pp2", False, marks=pytest.mark.slow),
     ("qwen3-next", "tp2-etp2", True),
+    pytest.param("qwen3.5", "tp2", False, marks=pytest.mark.slow),
+    ("qwen3.5", "pp2", True),
+    pytest.param("qwen3.5-moe", "tp2-etp2", True, marks=pytest.mark.slow),
+    pytest.param("qwen3.5-moe", "ep2", False, marks=pytest.mark.slow),
     ("gpt-oss", "tp2", True),
     pytest.param("gpt-oss", "pp2", True, marks=pytest.mark.slow),
     pytest.param("gpt-oss", "ep2", True, marks=pytest.mark.slow),

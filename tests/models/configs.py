@@ -426,7 +426,7 @@ QWEN3_5_MOE: dict[str, Any] = {k: v for k, v in QWEN3_5.items() if k != "interme
     "model_type": "qwen3_5_moe_text",
     "moe_intermediate_size": 48,
     "num_experts": 8,
-    "num_experts_per_tok": 3,
+    "num_experts_per_tok": 2,
     "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
     "shared_expert_intermediate_size": 40,

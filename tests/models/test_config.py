@@ -235,6 +235,9 @@ def _accounted_for(name: str, tmp_path: Path) -> set[str]:
 def _config_reads(module) -> set[str]:
     """Attributes read from a config object, and the fields of a config class."""
     tree = ast.parse(inspect.getsource(module))
+    # A language model beside a vision tower: the tower's fields are not ours.
+    inner = any(isinstance(n, ast.ClassDef) and "Text" in n.name for n in tree.body)
+    tree.body = [n for n in tree.body if not inner or "Vision" not in getattr(n, "name", "")]
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "self.config"):
@@ -252,7 +255,7 @@ def _config_reads(module) -> set[str]:
                 for item in node.body
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
             }
-    return found - {"per_layer_config"}
+    return found - {"per_layer_config", "text_config"}
 
 
 @pytest.mark.parametrize("name", TINY)

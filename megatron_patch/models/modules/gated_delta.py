@@ -33,14 +33,25 @@ class PlainNorm:
         return kind(config=plain, **more)
 
 
+#: What Megatron-Core calls these models.
+VARIANT = "gated_delta_net"
+
+
 def layer_spec(config: Any, vp_stage: int | None) -> Any:
     """Upstream's layer specs with `PlainNorm` in Gated DeltaNet.
+
+    For layers of multi-token prediction upstream asks for the decoder's specs once more, by a
+    function that refuses a configuration that names the variant. Nothing else reads the name while
+    a model is built: it is taken away until `model_config`'s hook puts it back.
 
     Args:
         config: the `GPTModelConfig`.
         vp_stage: virtual pipeline stage, or None.
     """
+    config.transformer.experimental_attention_variant = VARIANT
     spec = default_layer_spec(config, vp_stage)
+    if config.transformer.mtp_num_layers is not None:
+        config.transformer.experimental_attention_variant = None
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention
         if attention.module is GatedDeltaNet:
