@@ -52,6 +52,8 @@ KINDS = {
     "mixtral": 1e-4,
     "qwen2-moe": 1e-4,
     "qwen3-next": 3e-3,
+    "qwen3.5-moe": 3e-3,
+    "gpt-oss": 1e-4,
 }
 
 #: Further runs in low precision, where other kernels work: kind, flags, and the same bound.
