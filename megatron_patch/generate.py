@@ -217,7 +217,7 @@ def _add_adapters(model: Any, spec: ModelSpec, load: str) -> None:
         raise UserError(
             f"{step} holds adapters, and {record}, which says how they are scaled, cannot be read"
         ) from error
-    found = adapter.read(step, lora.modules(spec, wanted))
+    found = adapter.read(step, lora.places(spec, wanted))
     state = model.state_dict()
     with torch.no_grad():
         for rule in lora.targets(spec, wanted):

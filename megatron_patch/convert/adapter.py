@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,34 +19,41 @@ from megatron_patch.util import UserError, atomic_write
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_patch.training.lora import Place
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def read(
-    folder: str | os.PathLike[str], modules: Iterable[tuple[str, str, str]]
+    folder: str | os.PathLike[str], places: Iterable[Place]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Adapters of a checkpoint.
 
     Args:
         folder: a checkpoint directory, or a run's.
-        modules: Hugging Face module, Megatron layer and part; `training.lora.modules`.
+        places: where they stand; `training.lora.places`.
 
     Returns:
-        Module -> (A [r, in], B [out, r]).
+        Hugging Face module -> (A [r, in], B [out, r]). Experts come one by one.
 
     Raises:
         UserError: no checkpoint there, or an adapter that it lacks.
     """
     checkpoint = dist_io.read_checkpoint(dist_io.find_checkpoint(folder))
     found: dict[str, tuple[Tensor, Tensor]] = {}
+    layer = ""
+    held: dict[str, tuple[Tensor, Tensor]] = {}
     with contextlib.closing(Files()) as files:
-        for module, layer, part in modules:
-            parent, _, leaf = layer.rpartition(".")
-            stem = f"{parent}{ADAPTER}{leaf}.{part}_"
-            found[module] = (
-                _tensor(files, checkpoint, f"{stem}A"),
-                _tensor(files, checkpoint, f"{stem}B"),
-            )
+        for place in places:
+            parent, _, leaf = place.layer.rpartition(".")
+            if place.layer != layer:
+                layer, held = place.layer, {}
+            if place.part not in held:  # else an expert of a tensor that is there already
+                stem = f"{parent}{ADAPTER}{leaf}.{place.part}_"
+                a, b = (_tensor(files, checkpoint, f"{stem}{side}") for side in "AB")
+                held[place.part] = (a, b)
+            a, b = held[place.part]
+            found[place.module] = (a[place.a], b[place.b])
     return found
 
 
@@ -77,6 +85,7 @@ def _tensor(files: Files, checkpoint: dist_io.Checkpoint, name: str) -> Tensor:
 def write_peft(
     folder: Path,
     adapters: Mapping[str, tuple[Tensor, Tensor]],
+    places: Iterable[Place],
     *,
     rank: int,
     alpha: float,
@@ -88,6 +97,7 @@ def write_peft(
     Args:
         folder: made if it is not there.
         adapters: as `read` returns them.
+        places: where they came from.
         rank: r.
         alpha: numerator of the scale.
         dropout: of the training.
@@ -97,9 +107,22 @@ def write_peft(
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for module, (a, b) in adapters.items():
-        tensors[f"base_model.model.{module}.lora_A.weight"] = a.contiguous()
-        tensors[f"base_model.model.{module}.lora_B.weight"] = b.contiguous()
+    routed: dict[tuple[str, str], list[Place]] = defaultdict(list)
+    plain = set()
+    for place in places:
+        if place.a:
+            routed[place.parent, place.part].append(place)
+            continue
+        a, b = adapters[place.module]
+        plain.add(place.module.rpartition(".")[2])
+        tensors[f"base_model.model.{place.module}.lora_A.weight"] = a.contiguous()
+        tensors[f"base_model.model.{place.module}.lora_B.weight"] = b.contiguous()
+    for (parent, part), those in routed.items():
+        # PEFT wraps the module once for each parameter, `gate_up_proj` first.
+        stem = f"base_model.model.{parent}{'.base_layer' if part == 'gate_up' else ''}.lora_"
+        a, b = _experts([(place.a, *adapters[place.module]) for place in those])
+        tensors[f"{stem}A.weight"] = a.flatten(0, 1).contiguous()
+        tensors[f"{stem}B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -107,7 +130,7 @@ def write_peft(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": sorted({module.rpartition(".")[2] for module in adapters}),
+        "target_modules": sorted(plain),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -115,8 +138,25 @@ def write_peft(
         "use_dora": False,
         "use_rslora": False,
     }
+    if routed:
+        names = sorted({f"{parent.split('.')[-2]}.experts.{part}_proj" for parent, part in routed})
+        config["target_parameters"] = names
     atomic_write(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
     atomic_write(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def _experts(those: Sequence[tuple[tuple[int, ...], Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A [E, r, in] and B [E, out, r] of a layer; the parts of an expert share their A."""
+    import torch
+
+    by_expert: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for expert, a, b in those:
+        by_expert[expert].append((a, b))
+    order = sorted(by_expert)
+    return (
+        torch.stack([by_expert[e][0][0] for e in order]),
+        torch.stack([torch.cat([b for _, b in by_expert[e]]) for e in order]),
+    )
 
 
 def merge(

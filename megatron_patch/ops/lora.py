@@ -15,11 +15,13 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import mpu, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -183,6 +185,131 @@ class Adapter(torch.nn.Module):
         """Weights that were trained without adapters leave them at their start."""
         if any(key.startswith(prefix) for key in state_dict):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+
+
+class ExpertAdapter(torch.nn.Module):
+    """The adapters of a layer's routed experts, one for each expert and parameter of transformers.
+
+    transformers 5 holds all gates and up projections of a layer in one parameter, and PEFT adapts
+    it as such: an expert's gate and up share ``A``. Shapes: E experts of this rank, h the model's
+    width, f an expert's on this rank. Where expert tensor parallelism splits the weight, it splits
+    ``gate_up_B`` and ``down_A``; what each rank holds whole gets the sum of the ranks' gradients.
+
+    Args:
+        experts: upstream's module, grouped or sequential.
+        name: its Hugging Face name, for the start.
+        rank: r.
+        alpha: outputs are scaled by alpha / r.
+        seed: of the start.
+    """
+
+    def __init__(
+        self, experts: torch.nn.Module, name: str, *, rank: int, alpha: float, seed: int
+    ) -> None:
+        super().__init__()
+        self.rank, self.scale = rank, alpha / rank
+        self.group = mpu.get_expert_tensor_parallel_group()
+        local = getattr(experts, "local_experts", None)
+        count = experts.num_local_experts
+        fc1 = [e.linear_fc1 for e in local] if local is not None else [experts.linear_fc1]
+        fc2 = [e.linear_fc2 for e in local] if local is not None else [experts.linear_fc2]
+        weight = fc1[0].weight if local is not None else fc1[0].weight0
+        like = {"dtype": weight.dtype, "device": weight.device}
+        split, me = self.group.size(), self.group.rank()
+        rows, h = weight.shape
+        f = rows // 2
+        first = mpu.get_expert_model_parallel_rank() * count
+        starts = {"gate_up": h, "down": f * split}
+        made = {
+            part: torch.stack(
+                [initial(f"{name}.{first + e}.{part}", rank, width, seed) for e in range(count)]
+            )
+            for part, width in starts.items()
+        }
+        made["down"] = made["down"].chunk(split, dim=2)[me]
+        self.gate_up_A = Parameter(made["gate_up"].to(**like).contiguous())
+        self.gate_up_B = Parameter(torch.zeros(count, 2, f, rank, **like))
+        self.down_A = Parameter(made["down"].to(**like).contiguous())
+        self.down_B = Parameter(torch.zeros(count, h, rank, **like))
+        for own, parameter in self.named_parameters():
+            # As the weights beside them: reduced over the ranks that hold the same experts.
+            if hasattr(weight, "allreduce"):
+                parameter.allreduce = weight.allreduce
+            if own in _OVER_ETP or split == 1:
+                axis = _OVER_ETP.get(own, 0)
+                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+        for part, layers in (("gate_up", fc1), ("down", fc2)):
+            for number, layer in enumerate(layers):
+                one = number if local is not None else None
+                layer.register_forward_hook(partial(self._add, part, one))
+
+    def _add(
+        self, part: str, one: int | None, _layer: Any, inputs: tuple[Any, ...], output: Any
+    ) -> Any:
+        value, bias = output
+        x = inputs[0]
+        counts = [x.shape[0]] if one is not None else _counts(inputs[1])
+        first = one if one is not None else 0
+        pieces = [
+            self.delta(part, first + number, piece)
+            for number, piece in enumerate(x.split(counts))
+            if piece.shape[0] or one is not None
+        ]
+        if not pieces:
+            return output
+        delta = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return value + delta.view_as(value), bias
+
+    def delta(self, part: str, expert: int, x: Tensor) -> Tensor:
+        """What an expert's adapter adds: [tokens, ..., inputs] to [tokens, ..., outputs]."""
+        a, b = self.get_parameter(f"{part}_A")[expert], self.get_parameter(f"{part}_B")[expert]
+        if self.group.size() > 1:
+            # Each rank sees a part of the gradient of what all hold whole.
+            if part == "gate_up":
+                a = mappings.copy_to_tensor_model_parallel_region(a, group=self.group)
+            else:
+                b = mappings.copy_to_tensor_model_parallel_region(b, group=self.group)
+        return F.linear(F.linear(x, a), b.reshape(-1, self.rank)) * self.scale
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Whole tensors [experts, ...] under `prefix`."""
+        ahead = len(sharded_offsets)
+        replica = mpu.get_expert_data_parallel_rank()
+        etp = (self.group.rank(), self.group.size())
+        found = {}
+        for name, parameter in self.named_parameters():
+            offsets = [
+                *sharded_offsets,
+                (
+                    ahead,
+                    mpu.get_expert_model_parallel_rank(),
+                    mpu.get_expert_model_parallel_world_size(),
+                ),
+            ]
+            if name in _OVER_ETP:
+                offsets.append((ahead + _OVER_ETP[name], *etp))
+            found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                parameter,
+                *offsets,
+                replica_id=(0, 0 if name in _OVER_ETP else etp[0], replica),
+                prepend_axis_num=ahead,
+            )
+        return found
+
+    _load_from_state_dict = Adapter._load_from_state_dict
+
+
+#: Parameters that expert tensor parallelism splits, and the axis.
+_OVER_ETP = {"gate_up_B": 2, "down_A": 2}
+
+
+def _counts(tokens_per_expert: Any) -> list[int]:
+    if isinstance(tokens_per_expert, torch.Tensor):
+        return [int(n) for n in tokens_per_expert.tolist()]
+    return list(tokens_per_expert)
 
 
 def _split_of(

@@ -535,7 +535,8 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "lora_target_modules",
         "list",
         FINE_TUNING,
-        "Hugging Face names of the layers with adapters (q_proj v_proj ...), or all-linear",
+        "Hugging Face names of the layers with adapters (q_proj v_proj ...), or all-linear; "
+        "experts stands for the routed experts, which all-linear leaves out as PEFT does",
         "NAME",
         default="all-linear",
     ),

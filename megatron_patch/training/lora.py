@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.convert import layout, rules
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
     from megatron_patch.models.family import ModelSpec
     from megatron_patch.training.args import Plan
 
-#: What the flag's word for every linear layer stands for.
-ALL = "all-linear"
+#: The flag's word for every linear layer, and that for all routed experts.
+ALL, EXPERTS = "all-linear", "experts"
 #: Logical weights without an adapter, with the reason.
 _EXCEPT = (
     (r"^(embedding|head)\.", "embedding and head"),
     (r"\.router\.", "routers"),
-    (r"\.experts\.", "routed experts"),
+    (r"\.experts\.", f"routed experts, which are called {EXPERTS}"),
     (r"^mtp\.", "layers for multi-token prediction, which transformers does not run"),
 )
 
@@ -30,24 +31,31 @@ def targets(spec: ModelSpec, wanted: Sequence[str]) -> tuple[Rule, ...]:
 
     Args:
         spec: the model.
-        wanted: leaf names such as `q_proj`, or `all-linear`.
+        wanted: leaf names such as `q_proj`, `all-linear`, `experts`.
 
     Raises:
         UserError: a name that no linear layer of the model has, or parts of one fused layer.
     """
     linear = [r for r in rules.spec_rules(spec) if all(len(s) == 2 for s in r.shapes)]
     free = [r for r in linear if not any(re.search(p, r.name) for p, _ in _EXCEPT)]
+    routed = [r for r in linear if _ROUTED.fullmatch(r.name)] if EXPERTS in wanted else []
+    if EXPERTS in wanted and not routed:
+        raise UserError(f"--lora-target-modules {EXPERTS}: this model has no routed experts")
     known = {leaf for rule in free for leaf in leaves(rule)}
     if ALL in wanted:
-        return tuple(free)
-    unknown = [name for name in wanted if name not in known]
+        return (*free, *routed)
+    unknown = [name for name in wanted if name not in known | {EXPERTS}]
     if unknown:
         raise UserError(
             f"--lora-target-modules {' '.join(unknown)}: this model's linear layers are "
             f"{', '.join(sorted(known))}; {ALL} takes them all (not "
             f"{', '.join(why for _, why in _EXCEPT)})"
         )
-    return tuple(rule for rule in free if set(leaves(rule)) & set(wanted))
+    return (*(rule for rule in free if set(leaves(rule)) & set(wanted)), *routed)
+
+
+#: Layer, expert and part of an expert's weight in the decoder.
+_ROUTED = re.compile(r"layers\.(\d+)\.moe\.experts\.(\d+)\.(gate_up|down)\.weight")
 
 
 def leaves(rule: Rule) -> tuple[str, ...]:
@@ -62,13 +70,15 @@ def install(stages: Sequence[Any], plan: Plan) -> None:
         stages: this rank's model chunks.
         plan: with `--lora-rank`.
     """
-    from megatron_patch.ops.lora import Adapter
-    from megatron_patch.training.sft import named
+    from megatron_patch.ops.lora import Adapter, ExpertAdapter
+    from megatron_patch.training.sft import layer_numbers, named
 
     own, values = plan.own, plan.values
     assert own.lora_rank is not None and plan.model is not None
     wanted = own.lora_target_modules or [ALL]
-    by_layer = {layer_of(rule): rule for rule in targets(plan.model, wanted)}
+    chosen = targets(plan.model, wanted)
+    by_layer = {layer_of(rule): rule for rule in chosen if not _ROUTED.fullmatch(rule.name)}
+    routed = {place.layer: place.parent for place in places(plan.model, wanted) if place.a}
     for stage in stages:
         for parameter in stage.parameters():
             parameter.requires_grad_(False)
@@ -87,6 +97,16 @@ def install(stages: Sequence[Any], plan: Plan) -> None:
                 only=None if ALL in wanted else frozenset(wanted),
             )
             holder.add_module(f"adapter_{leaf}", adapter)
+        for index, number in layer_numbers(stage).items():
+            module = routed.get(f"decoder.layers.{number}.mlp.{EXPERTS}")
+            if module is None:
+                continue
+            mlp = stage.decoder.layers[index].mlp
+            beside = ExpertAdapter(
+                mlp.experts, module, rank=own.lora_rank, alpha=alpha(plan), seed=values["seed"]
+            )
+            # Not below the experts, whose checkpoints upstream writes in a way of their own.
+            mlp.add_module(f"adapter_{EXPERTS}", beside)
         if stage.pre_process:
             # Recomputation wants an input with a gradient, and the frozen embedding gives none.
             stage.embedding.register_forward_hook(_with_gradient)
@@ -122,9 +142,43 @@ def alpha(plan: Plan) -> float:
     return float(given if given is not None else 2 * (plan.own.lora_rank or 0))
 
 
-def modules(spec: ModelSpec, wanted: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Hugging Face module, Megatron layer and part of every adapter of a model."""
+@dataclass(frozen=True)
+class Place:
+    """Where the adapter of one Hugging Face weight stands in a checkpoint.
+
+    Attributes:
+        module: Hugging Face module.
+        layer: Megatron layer.
+        part: Which of the layer's adapters.
+        a: Index of its A in the tensor there, of an expert.
+        b: Index of its B.
+    """
+
+    module: str
+    layer: str
+    part: str
+    a: tuple[int, ...] = ()
+    b: tuple[int, ...] = ()
+
+    @property
+    def parent(self) -> str:
+        """Of an expert, the module that holds all of them in transformers 5."""
+        above = self.module.rpartition(f".{EXPERTS}.")[0]
+        # Mixtral's files have the older name.
+        return f"{above.replace('block_sparse_moe', 'mlp')}.{EXPERTS}"
+
+
+def places(spec: ModelSpec, wanted: Sequence[str]) -> Iterator[Place]:
+    """Every adapter of a model."""
     for rule in targets(spec, wanted):
-        for leaf, name in zip(leaves(rule), rule.hf, strict=True):
-            if ALL in wanted or leaf in wanted:
-                yield name.removesuffix(".weight"), layer_of(rule), leaf
+        routed = _ROUTED.fullmatch(rule.name)
+        for number, (leaf, name) in enumerate(zip(leaves(rule), rule.hf, strict=True)):
+            module = name.removesuffix(".weight")
+            if routed is not None:
+                layer, expert, part = routed.groups()
+                b = (int(expert), number) if part == "gate_up" else (int(expert),)
+                yield Place(
+                    module, f"decoder.layers.{layer}.mlp.{EXPERTS}", part, (int(expert),), b
+                )
+            elif ALL in wanted or leaf in wanted:
+                yield Place(module, layer_of(rule), leaf)

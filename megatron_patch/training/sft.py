@@ -38,7 +38,13 @@ def rows(plan: Plan) -> tuple[Rows, Rows | None]:
     if not own.output_dir:
         raise UserError("--output-dir is needed: checkpoints and the tokenized data go there")
     if own.lora_rank is not None:
-        lora.targets(plan.model, own.lora_target_modules or [lora.ALL])
+        wanted = own.lora_target_modules or [lora.ALL]
+        lora.targets(plan.model, wanted)
+        if own.lora_dropout and lora.EXPERTS in wanted:
+            raise UserError(
+                f"--lora-dropout {own.lora_dropout:g}: PEFT has none for {lora.EXPERTS}; leave one "
+                "of both out"
+            )
     blend = plan.data.training
     if not blend:
         raise UserError("--data-path is needed: chats (.jsonl, .json, .parquet) or a prepared set")
@@ -155,11 +161,12 @@ def _export_adapters(plan: Plan, checkpoints: Path, merged: Path, suffix: str) -
     own = plan.own
     assert own.lora_rank is not None and own.hf_model and plan.model is not None
     wanted = own.lora_target_modules or [lora.ALL]
-    found = adapter.read(checkpoints, lora.modules(plan.model, wanted))
+    places = list(lora.places(plan.model, wanted))
+    found = adapter.read(checkpoints, places)
     size, alpha = own.lora_rank, lora.alpha(plan)
     folder = merged.with_name(f"adapter{suffix}")
     adapter.write_peft(
-        folder, found, rank=size, alpha=alpha, dropout=own.lora_dropout, base=own.hf_model
+        folder, found, places, rank=size, alpha=alpha, dropout=own.lora_dropout, base=own.hf_model
     )
     count = adapter.merge(merged, found, rank=size, alpha=alpha)
     print(f"> {folder}: {count} adapters in PEFT's format; hf{suffix} holds the merged weights")

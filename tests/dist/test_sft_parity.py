@@ -172,19 +172,70 @@ def test_a_real_model(ranks: RankServer, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def same_start(model: Any) -> None:
+    """Our start of A in a model with PEFT's adapters."""
+    import torch
+
+    from megatron_patch.ops.lora import initial
+
+    for name, parameter in model.named_parameters():
+        if "lora_A" not in name:
+            continue
+        module = name.removeprefix("base_model.model.").partition(".lora_A")[0]
+        if ".experts" in module:
+            part = "gate_up" if module.endswith(".base_layer") else "down"
+            module, count = module.removesuffix(".base_layer"), MODELS["moe"]["num_experts"]
+            size, width = parameter.shape[0] // count, parameter.shape[1]
+            start = [initial(f"{module}.{e}.{part}", size, width, seed=5) for e in range(count)]
+            parameter.data.copy_(torch.cat(start))
+        else:
+            parameter.data.copy_(initial(module, *parameter.shape, seed=5))
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, ("--ep", "2")),
+        pytest.param(2, ("--tp", "2", "--etp", "2"), marks=pytest.mark.slow),
+        pytest.param(4, ("--tp", "2", "--ep", "2", "--pp", "2"), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: "".join(value).replace("--", "-") if isinstance(value, tuple) else None,
+)
+def test_adapters_of_experts(
+    world: int, layout: tuple[str, ...], ranks: RankServer, tmp_path: Path
+) -> None:
+    """Beside PEFT, which adapts the parameters that hold all experts of a layer."""
+    import torch
+    from peft import LoraConfig, PeftModel
+    from transformers import AutoModelForCausalLM
+
+    leaves = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    peft = LoraConfig(
+        r=8, lora_alpha=16, target_modules=leaves, task_type="CAUSAL_LM",
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )  # fmt: skip
+    more = ("--lora-rank", "8", "--lora-target-modules", *leaves, "experts", *layout)
+    run, trainer = compare(
+        "moe", ranks, tmp_path, *more, world=world, rate=4e-3, fall=0.05, peft=peft,
+        prepare=same_start,
+    )  # fmt: skip
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ids = torch.arange(1, 65)[None]
+    with torch.no_grad():
+        plain = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, run / "adapter")(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)(ids).logits
+        theirs = trainer.model.eval()(ids).logits
+    assert (plain - adapted).abs().max() > 0.05
+    assert (merged - adapted).abs().max() < 1e-4
+    assert (theirs - adapted).abs().max() < 1e-2
+
+
 def test_adapters(ranks: RankServer, tmp_path: Path, capsys: Any) -> None:
     """Over four ranks beside PEFT from the same start; what is saved loads there unchanged."""
     import torch
     from peft import LoraConfig, PeftModel
     from transformers import AutoModelForCausalLM
-
-    from megatron_patch.ops.lora import initial
-
-    def same_start(model: Any) -> None:
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                module = name.removeprefix("base_model.model.").partition(".lora_A")[0]
-                parameter.data.copy_(initial(module, *parameter.shape, seed=5))
 
     peft = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     more = ("--tp", "2", "--pp", "2", "--lora-rank", "8")
