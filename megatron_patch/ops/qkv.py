@@ -35,10 +35,10 @@ if triton is not None:
 
     @triton.jit
     def _forward(
-        x_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
+        x_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, at_ptr,
         tokens, batch, groups, eps,
-        NORM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
-        T: tl.constexpr,
+        PACKED: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+        HALF: tl.constexpr, T: tl.constexpr,
     ):  # fmt: skip
         token = tl.program_id(0) * T + tl.arange(0, T)[:, None, None]
         group = tl.program_id(1)
@@ -54,7 +54,11 @@ if triton is not None:
             scale = tl.where(is_v, 1.0, (1.0 / tl.sqrt(square + eps))[:, :, None])
             weights = _weights(q_weight_ptr, k_weight_ptr, is_q, is_v, lane, HALF)
             low, high = low * scale * weights[0], high * scale * weights[1]
-        angle = (token // batch) * HALF + lane
+        if PACKED:
+            position = tl.load(at_ptr + token, mask=token < tokens, other=0)
+        else:
+            position = token // batch
+        angle = position * HALF + lane
         turned = (token < tokens) & (row < HEADS + 1)
         cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
         sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
@@ -83,9 +87,9 @@ if triton is not None:
     @triton.jit
     def _backward(
         x_ptr, dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
-        dx_ptr, dw_ptr, tokens, batch, groups, eps,
-        NORM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
-        T: tl.constexpr,
+        dx_ptr, dw_ptr, at_ptr, tokens, batch, groups, eps,
+        PACKED: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+        HALF: tl.constexpr, T: tl.constexpr,
     ):  # fmt: skip
         row = tl.arange(0, ROWS)[None, :, None]
         lane = tl.arange(0, HALF)[None, None, :]
@@ -111,7 +115,11 @@ if triton is not None:
             high += tl.load(dk_ptr + from_kv + HALF, mask=live & is_k, other=0.0).to(tl.float32)
             low += tl.load(dv_ptr + from_kv, mask=live & is_v, other=0.0).to(tl.float32)
             high += tl.load(dv_ptr + from_kv + HALF, mask=live & is_v, other=0.0).to(tl.float32)
-            angle = (token // batch) * HALF + lane
+            if PACKED:
+                position = tl.load(at_ptr + token, mask=token < tokens, other=0)
+            else:
+                position = token // batch
+            angle = position * HALF + lane
             turned = (token < tokens) & (row < HEADS + 1)
             cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
             sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
@@ -153,6 +161,7 @@ class SplitNormRotate(torch.autograd.Function):
         sin: Tensor,
         heads: int,
         eps: float,
+        position_S: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query [S, B, G * R, D], key and value [S, B, G, D], contiguous, in the input's dtype.
 
@@ -161,10 +170,11 @@ class SplitNormRotate(torch.autograd.Function):
             x_SBGF: the projection; F is `(R + 2) * D`, a group's query heads, its key, its value.
             q_weight_D: weight of the queries' RMS norm; None for no norm on either.
             k_weight_D: weight of the keys' RMS norm.
-            cos: float32 [S, D / 2].
-            sin: float32 [S, D / 2].
+            cos: float32 [S, D / 2], or, with positions, [more than the largest, D / 2].
+            sin: the same.
             heads: query heads a group, R.
             eps: the norms' epsilon.
+            position_S: int32, the row of `cos` and `sin` for each token of a packed row; B is 1.
         """
         s, b, groups, width = x_SBGF.shape
         size = width // (heads + 2)
@@ -174,6 +184,7 @@ class SplitNormRotate(torch.autograd.Function):
         norm = q_weight_D is not None
         ctx.shape = (s * b, b, groups, eps)
         ctx.sizes = {
+            "PACKED": position_S is not None,
             "NORM": norm,
             "HEADS": heads,
             "ROWS": triton.next_power_of_2(heads + 2),
@@ -182,17 +193,19 @@ class SplitNormRotate(torch.autograd.Function):
         }
         _forward[(triton.cdiv(s * b, _TOKENS), groups)](
             x_SBGF, q, k, v, cos, sin, q_weight_D if norm else cos, k_weight_D if norm else cos,
-            *ctx.shape, **ctx.sizes, num_warps=_WARPS,
+            cos if position_S is None else position_S, *ctx.shape, **ctx.sizes, num_warps=_WARPS,
         )  # fmt: skip
         # Without a norm the rotation alone is linear: nothing but its angles is needed again.
-        ctx.save_for_backward(x_SBGF if norm else None, q_weight_D, k_weight_D, cos, sin)
+        ctx.save_for_backward(
+            x_SBGF if norm else None, q_weight_D, k_weight_D, cos, sin, position_S
+        )
         ctx.input_shape = x_SBGF.shape
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         """Gradients of the projection and of the norms' weights."""
-        x, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        x, q_weight, k_weight, cos, sin, position = ctx.saved_tensors
         dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
         dx = dq.new_empty(ctx.input_shape)
         norm, size = ctx.sizes["NORM"], 2 * ctx.sizes["HALF"]
@@ -200,12 +213,14 @@ class SplitNormRotate(torch.autograd.Function):
         parts = torch.empty(programs if norm else 1, 2, size, dtype=torch.float32, device=dq.device)
         _backward[(programs,)](
             x if norm else dx, dq, dk, dv, cos, sin, q_weight if norm else cos,
-            k_weight if norm else cos, dx, parts, *ctx.shape, **ctx.sizes, num_warps=_WARPS,
+            k_weight if norm else cos, dx, parts, cos if position is None else position,
+            *ctx.shape, **ctx.sizes, num_warps=_WARPS,
         )  # fmt: skip
+        no = (None,) * 5
         if not norm:
-            return dx, None, None, None, None, None, None
+            return dx, None, None, *no
         sums = parts.sum(0)
-        return dx, sums[0].to(q_weight.dtype), sums[1].to(k_weight.dtype), None, None, None, None
+        return dx, sums[0].to(q_weight.dtype), sums[1].to(k_weight.dtype), *no
 
 
 def _programs(device: torch.device) -> int:
@@ -221,6 +236,45 @@ def _angles(freqs: Tensor) -> tuple[Tensor, Tensor]:
         half = freqs[:, 0, 0, : freqs.shape[-1] // 2].float()
         made = half.cos().contiguous(), half.sin().contiguous()
         freqs._cos_sin = made  # type: ignore[attr-defined]
+    return made
+
+
+def packed_positions(edges: Tensor, tokens: int, size: int, rank: int) -> Tensor:
+    """Position in its own sample of each token that a context-parallel rank holds.
+
+    A rank holds of every sample the pieces number `rank` and `2 * size - 1 - rank` of twice as many
+    as there are ranks. Nothing here waits for the device.
+
+    Args:
+        edges: int [n + 1], where samples begin in the whole row, alignment counted.
+        tokens: on this rank; those behind the last sample get some position or other.
+        size: context-parallel ranks.
+        rank: this one.
+
+    Returns:
+        int32 [tokens].
+    """
+    here = torch.arange(tokens, device=edges.device, dtype=torch.int32)
+    begins = (edges // size).to(torch.int32)
+    sample = torch.searchsorted(begins[1:-1].contiguous(), here, right=True)
+    offset = here - begins[sample]
+    if size == 1:
+        return offset
+    piece = (edges.diff() // (2 * size)).to(torch.int32)[sample]
+    second = offset >= piece
+    number = torch.where(second, 2 * size - 2 - rank, rank)  # pieces in front, less one's own first
+    return number * piece + offset
+
+
+def _row_positions(attention: Any, packed: Any, tokens: int, rows: int) -> Tensor:
+    """`packed_positions` of a row, within a table of so many rows; made once for all layers."""
+    made: Tensor | None = getattr(packed, "_positions", None)
+    if made is None:
+        padded = packed.cu_seqlens_q_padded
+        edges = packed.cu_seqlens_q if padded is None else padded
+        group = attention.pg_collection.cp
+        made = packed_positions(edges, tokens, group.size(), group.rank()).clamp_(max=rows - 1)
+        packed._positions = made
     return made
 
 
@@ -257,6 +311,13 @@ def covers(attention: Any) -> bool:
     )
 
 
+def _packed_as_known(packed: Any) -> bool:
+    """No packed row, or one whose samples are cut over the ranks in the one way."""
+    if packed is None:
+        return True
+    return packed.qkv_format == "thd" and getattr(packed, "local_cp_size", None) is None
+
+
 #: Asks a norm for its weight: by a call, so that hooks (waiting for gathered parameters) run.
 _WEIGHT = object()
 
@@ -271,7 +332,7 @@ def _weight_on_request(layer: Any, plain: Callable[[Any], Any]) -> Callable[[Any
 def install(stage: Any) -> None:
     """Let the attention of a stage take queries, keys and values from `SplitNormRotate`.
 
-    Packed rows, inference and whatever the kernel does not cover go upstream's way.
+    Inference and whatever the kernel does not cover go upstream's way.
     """
     for module in stage.modules():
         if covers(module):
@@ -285,7 +346,7 @@ def _install(attention: Any) -> None:
         layer.forward = _weight_on_request(layer, layer.forward)
     groups = attention.num_query_groups_per_partition
     heads = attention.num_attention_heads_per_partition // groups
-    angles: list[Tensor] = []
+    angles: list[tuple[Tensor, Any]] = []
 
     def forward(*args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
         freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
@@ -293,13 +354,13 @@ def _install(attention: Any) -> None:
         if (
             freqs is None
             or not freqs.is_cuda
-            or kwargs.get("packed_seq_params") is not None
+            or not _packed_as_known(kwargs.get("packed_seq_params"))
             or inference is not None
             or freqs.shape[-1] != attention.hidden_size_per_attention_head
             or freqs.shape[1] != 1
         ):
             return plain_forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
-        angles.append(freqs)
+        angles.append((freqs, kwargs.get("packed_seq_params")))
         try:
             return plain_forward(*args, rotary_pos_emb=None, **kwargs)
         finally:
@@ -311,12 +372,15 @@ def _install(attention: Any) -> None:
         mixed, _ = attention.linear_qkv(hidden_states)
         s, b = mixed.shape[:2]
         weights = [layer(_WEIGHT) for layer in norms] or [None, None]
+        freqs, packed = angles[0]
+        at = None if packed is None else _row_positions(attention, packed, s, freqs.shape[0])
         return SplitNormRotate.apply(
             mixed.view(s, b, groups, -1),
             *weights,
-            *_angles(angles[0]),
+            *_angles(freqs),
             heads,
             attention.config.layernorm_epsilon,
+            at,
         )
 
     attention.forward = forward

@@ -8,6 +8,7 @@ import torch
 from megatron_patch.ops import qkv
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("heads", "groups", "size", "norm"),
     [
@@ -19,8 +20,8 @@ from megatron_patch.ops import qkv
     ],
     ids=str,
 )
-def test_agrees_with_float64(heads: int, groups: int, size: int, norm: bool) -> None:
-    s, b = 515, 2
+def test_agrees_with_float64(heads: int, groups: int, size: int, norm: bool, packed: bool) -> None:
+    s, b = 515, 1 if packed else 2
     torch.manual_seed(0)
     x = torch.randn(s, b, groups, (heads + 2) * size, device="cuda", dtype=torch.bfloat16)
     x.requires_grad_()
@@ -32,7 +33,15 @@ def test_agrees_with_float64(heads: int, groups: int, size: int, norm: bool) -> 
         0, 1, size // 2, device="cuda"
     )
     cos, sin = angle.cos(), angle.sin()
-    found = qkv.SplitNormRotate.apply(x, *(weights or [None, None]), cos, sin, heads, 1e-6)
+    at = None
+    if packed:
+        edges = torch.tensor([0, 130, 131, 400, 515], device="cuda", dtype=torch.int32)
+        at = qkv.packed_positions(edges, s, 1, 0)
+    found = qkv.SplitNormRotate.apply(x, *(weights or [None, None]), cos, sin, heads, 1e-6, at)
+    if at is not None:
+        restarted = [torch.arange(n) for n in edges.diff().tolist()]
+        assert at.tolist() == torch.cat(restarted).tolist()
+        cos, sin = cos[at], sin[at]
 
     wide = x.detach().double().requires_grad_()
     wide_weights = [w.detach().double().requires_grad_() for w in weights]
