@@ -343,6 +343,11 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
     if output is not None and plan.device != "cpu":
         for name, value in flight_recorder(output, plan.own.flight_recorder).items():
             os.environ.setdefault(name, value)
+    if plan.own.comm_check and int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size:
+        from megatron_patch.training import comm
+
+        for line in comm.check(plan.own.comm_check, plan.device):
+            print(f"> {line}", flush=True)
     with _in_words(output):
         logs = output / "logs" if output is not None and rank == 0 else None
         args = parse(_without_writers(plan), logs)
