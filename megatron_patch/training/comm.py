@@ -170,8 +170,8 @@ def _store(limit: float) -> Any:
     except RuntimeError as problem:
         raise UserError(
             f"rank {os.environ['RANK']} ({host_name(os.environ)}) does not reach the store of rank "
-            f"0 at {host}:{port} within {limit:.0f} s: check MASTER_ADDR and MASTER_PORT, that node "
-            f"0 runs, and that the port is open ({str(problem).partition(chr(10))[0][:120]})"
+            f"0 at {host}:{port} within {limit:.0f} s: check MASTER_ADDR and MASTER_PORT, that "
+            f"node 0 runs, and that the port is open ({str(problem).partition(chr(10))[0][:120]})"
         ) from None
 
 
