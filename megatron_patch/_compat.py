@@ -337,6 +337,22 @@ def pretrain(
         raise
 
 
+def without_ranks(args: Any) -> list[int]:
+    """Give upstream's data code its global arguments and tokenizer, in a process that is no rank.
+
+    Args:
+        args: what it reads of validated arguments.
+
+    Returns:
+        Samples that a run asks for of training, validation and test.
+    """
+    from megatron.training import global_vars, training
+
+    global_vars.set_args(args)
+    global_vars.rebuild_tokenizer(args)
+    return list(training.get_train_valid_test_num_samples())
+
+
 def main(argv: list[str]) -> int:
     """``python -m megatron_patch._compat --write-flags`` regenerates the flag snapshot."""
     if argv != ["--write-flags"]:

@@ -35,7 +35,7 @@ COMMANDS = MappingProxyType(
         ),
         "data": (
             "megatron_patch.data.show:main",
-            "Look at chats for fine-tuning: `data show` prints what is trained, and lengths.",
+            "`data show` prints what of chats is trained, `data index` builds its index.",
         ),
         "convert": (
             "megatron_patch.convert.commands:main",

@@ -95,8 +95,6 @@ def datasets_provider(
     from megatron_patch.training.batch import needs_batch
 
     args = get_args()
-    planned = getattr(args, "planned_train_samples", None)
-    wanted = [planned or train_val_test_num_samples[0], *train_val_test_num_samples[1:]]
     model_config = core_transformer_config_from_args(args)
 
     def on_this_rank() -> bool:
@@ -104,14 +102,11 @@ def datasets_provider(
         return mpu.get_tensor_model_parallel_rank() == 0 and needs_batch(model_config, vp_stage)
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    config = dataset_config(args)
-    VALIDATION[:] = _validation(args, config) if args.validation_sets else []
+    config, sizes = wanted(args, train_val_test_num_samples)
     if VALIDATION:
-        config.multiple_validation_sets = True
-        wanted[1] = args.eval_global_batch_size * max(steps for _, steps in VALIDATION)
         args.consumed_valid_samples = 0  # each evaluation reads the same
-    index_on_each_node(config, wanted)
-    built = list(BlendedMegatronDatasetBuilder(kind, wanted, on_this_rank, config).build())
+    index_on_each_node(config, sizes)
+    built = list(BlendedMegatronDatasetBuilder(kind, sizes, on_this_rank, config).build())
     if built[0] is not None:
         _TRAINING[:] = [built[0]]
     if VALIDATION:
@@ -119,6 +114,22 @@ def datasets_provider(
         steps = [n * args.eval_global_batch_size for _, n in VALIDATION]
         built[1] = None if sets[0] is None else ValidationSets(sets, steps)
     return built[0], built[1], built[2]
+
+
+def wanted(args: Namespace, samples: list[int]) -> tuple[Any, list[int]]:
+    """Upstream's configuration of the data, and sequences of each split.
+
+    Args:
+        args: validated arguments.
+        samples: what upstream asks for.
+    """
+    sizes = [getattr(args, "planned_train_samples", None) or samples[0], *samples[1:]]
+    config = dataset_config(args)
+    VALIDATION[:] = _validation(args, config) if args.validation_sets else []
+    if VALIDATION:
+        config.multiple_validation_sets = True
+        sizes[1] = args.eval_global_batch_size * max(steps for _, steps in VALIDATION)
+    return config, sizes
 
 
 #: Names of the validation sets with a loss each, and steps of an evaluation of each.
@@ -160,14 +171,16 @@ def _validation(args: Namespace, config: Any) -> list[tuple[str, int]]:
     from megatron_patch.data.blend import epoch_samples
 
     box: list[Any] = [None]
-    if torch.distributed.get_rank() == 0:
+    ranks = torch.distributed.is_initialized()
+    if not ranks or torch.distributed.get_rank() == 0:
         prefixes = config.blend_per_split[1][0]
         box[0] = []
         for name, prefix in zip(args.validation_sets, prefixes, strict=True):
             steps = -(-epoch_samples(prefix, args.seq_length) // args.eval_global_batch_size)
             most = steps if args.validation_whole else min(args.eval_iters, steps)
             box[0].append((name, max(1, most)))
-    torch.distributed.broadcast_object_list(box, src=0)
+    if ranks:
+        torch.distributed.broadcast_object_list(box, src=0)
     return list(box[0])
 
 
@@ -222,7 +235,9 @@ def index_on_each_node(config: Any, wanted: list[int]) -> None:
     problem = None
     if not sees[rank] and int(os.environ.get("LOCAL_RANK", "0")) == 0:
         # In a process of its own, which is no rank: there upstream builds whatever is missing.
-        child = multiprocessing.get_context("spawn").Process(target=_index, args=(config, wanted))
+        child = multiprocessing.get_context("spawn").Process(
+            target=build_index, args=(config, wanted)
+        )
         child.start()
         child.join()
         if child.exitcode:
@@ -240,8 +255,8 @@ def index_on_each_node(config: Any, wanted: list[int]) -> None:
         print(f"> {folder} is not shared: {count} more nodes built the index of their own")
 
 
-def _index(config: Any, wanted: list[int]) -> None:
-    """What a node's own process does."""
+def build_index(config: Any, wanted: list[int]) -> None:
+    """Build what is missing, in a process that is no rank."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,

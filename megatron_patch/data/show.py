@@ -171,11 +171,16 @@ def show(
 
 
 def main(argv: list[str]) -> int:
-    """``megatron-patch data show``: returns the exit status."""
+    """``megatron-patch data show`` and ``data index``: return the exit status."""
+    if argv[:1] == ["index"]:
+        from megatron_patch.data import index
+
+        return index.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="megatron-patch data", description="Look at fine-tuning data.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("index", help="build the index of a run's data from the run's flags")
     shown = commands.add_parser(
         "show", help="samples with trained tokens in colour, counts, lengths", allow_abbrev=False
     )

@@ -43,6 +43,9 @@ LAUNCHER_FLAGS = (
     LauncherFlag(
         "--dry-run", (), "dry_run", "switch", "", "show command and plan; start and write nothing"
     ),
+    LauncherFlag(
+        "--data-index", (), "data_index", "switch", "", "build the data's index off-GPU, then stop"
+    ),
     LauncherFlag("--no-check", (), "no_check", "switch", "", "skip the check before the start"),
     LauncherFlag("--demo", (), "demo", "switch", "", "the embedded demo, changed by other flags"),
 )
@@ -65,6 +68,7 @@ class Options:
     dry_run: bool = False
     demo: bool = False
     no_check: bool = False
+    data_index: bool = False
     #: Canonical names of the flags that were given.
     given: frozenset[str] = frozenset()
 

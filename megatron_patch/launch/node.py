@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_patch import __version__
 from megatron_patch.launch import meeting
 from megatron_patch.launch.flags import NEUTRAL, Flags, Options, split_flags
-from megatron_patch.launch.process import Command, build_command, supervise
+from megatron_patch.launch.process import Command, build_command, interpreter, supervise
 from megatron_patch.launch.reach import require_meeting_point
 from megatron_patch.launch.world import Machine, World, detect, probe
 from megatron_patch.training import args, resume
@@ -177,6 +177,8 @@ def start(
         flags = replace(flags, defaults=(*flags.defaults, *device))
         checked = checked and replace(checked, defaults=(*checked.defaults, *device))
     checked = checked or flags
+    if options.data_index:
+        return _index_data(call, world, machine, environ, checked)
     command = build_command(world, call.entry, flags, environ, machine)
     if world.leads or options.dry_run:
         print(f"megatron_patch {__version__}: {Path(call.script).name} -> {call.entry}")
@@ -255,6 +257,17 @@ def start(
             file=sys.stderr,
         )
     return outcome.status
+
+
+def _index_data(
+    call: Call, world: World, machine: Machine, environ: Mapping[str, str], flags: Flags
+) -> int:
+    """What every start would first do with its data, once and without a GPU."""
+    command = build_command(world, call.entry, flags, environ, machine)
+    argv = (interpreter(environ), "-m", "megatron_patch.cli", "data", "index", *flags.argv())
+    argv += ("--nnodes", str(world.nodes), "--nproc-per-node", str(world.ranks_per_node))
+    argv += ("--sft",) if call.entry == "sft" and "--sft" not in argv else ()
+    return supervise(replace(command, argv=argv), environ, None).status
 
 
 #: Seconds that a failed node waits for the news that another one failed before it.

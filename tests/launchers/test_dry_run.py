@@ -233,9 +233,7 @@ def test_a_batch_job_goes_back_to_the_queue(
 
 def test_slurms_notice_reaches_the_nodes(place: Any) -> None:
     """The sample, the launcher and srun, which passes signals on to the nodes' launchers."""
-    place.stub(
-        "scontrol", 'if [[ $1 == show ]]; then echo a; else echo "$@" > requeued; fi'
-    )
+    place.stub("scontrol", 'if [[ $1 == show ]]; then echo a; else echo "$@" > requeued; fi')
     place.stub("srun", "trap 'touch told; exit 0' USR1; touch ready; sleep 60 & wait")
     batch = slurm(0) | {"MP_PYTHON": sys.executable, "HOME": str(place.cwd)}
     del batch["SLURM_STEP_ID"]
