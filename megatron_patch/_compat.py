@@ -333,6 +333,8 @@ def pretrain(
             for cause in causes:
                 if isinstance(cause, UserError):
                     raise cause from error
+            if not causes:  # another rank's failure, which only the coordinator has
+                raise CheckpointError("a rank failed; its own line says why") from error
             raise CheckpointError(f"{type(causes[0]).__name__}: {causes[0]}") from error
         raise
 

@@ -123,6 +123,18 @@ def atomic_write(path: str | os.PathLike[str], content: bytes | str) -> None:
     _sync_directory(target.parent)
 
 
+def write_problem(directory: str | os.PathLike[str], size: int = 1 << 22) -> str | None:
+    """Why ``size`` bytes cannot be written to ``directory`` at this moment; None where they can."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as handle:
+            handle.write(bytes(size))
+            handle.flush()
+            os.fsync(handle.fileno())
+    except OSError as problem:
+        return f"{problem.strerror} ({directory})"
+    return None
+
+
 def _sync_directory(directory: Path) -> None:
     """Make the rename itself durable where the file system allows opening a directory."""
     try:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -158,6 +159,14 @@ def run(call: Call) -> int:
     return start(call, options, world, machine, environ, flags, folder)
 
 
+#: What usually stands behind a signal that ended a rank, by the status it makes.
+_SIGNALS = {
+    128
+    + signal.SIGBUS: "a rank read a file that was cut off meanwhile, or its disk fails (SIGBUS)",
+    128 + signal.SIGKILL: "a rank was killed: by hand, by the scheduler, or for want of memory",
+}
+
+
 def start(
     call: Call,
     options: Options,
@@ -250,7 +259,8 @@ def start(
         )
         return news.status
     elif outcome.status:
-        cause = f": {outcome.error}" if outcome.error else ""
+        cause = outcome.error or _SIGNALS.get(outcome.status)
+        cause = f": {cause}" if cause else ""
         print(
             f"error: node {world.node_rank} ended with status {outcome.status}{cause}\n"
             f"the whole text is in {log}",

@@ -183,36 +183,6 @@ def _splits_on_cpu(original: Any) -> Callable[..., Any]:
     return move
 
 
-def _forked(original: Any) -> Callable[..., Any]:
-    """The writer of asynchronous saves as a fork: a fresh process would look for a GPU."""
-
-    def start(cls: Any, rank: int, mp_mode: str = "fork", *args: Any, **kwargs: Any) -> Any:
-        return original(cls, rank, "fork", *args, **kwargs)
-
-    return start
-
-
-def _copied(original: Any) -> Callable[..., Any]:
-    """What an asynchronous save hands to its writer is a copy.
-
-    Tensors of a GPU are copied on their way there; those in the host's memory are shared instead,
-    and would be written as the steps that follow leave them.
-    """
-
-    def prepare(self: Any, plan: Any, planner: Any) -> None:
-        from megatron.training import get_args
-
-        original(self, plan, planner)
-        if not get_args().async_save:
-            return
-        self.write_buckets = [
-            (path, name, (written, [(item, tensor.clone()) for item, tensor in tensors]))
-            for path, name, (written, tensors) in self.write_buckets
-        ]
-
-    return prepare
-
-
 def _own(func: Any) -> Any:
     """A function object of its own for every replaced symbol.
 
@@ -287,18 +257,6 @@ PATCHES: tuple[Patch, ...] = (
     _patch(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
         _splits_on_cpu,
-        mode="wrap",
-    ),
-    _patch(
-        "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller"
-        "._get_process",
-        _forked,
-        mode="wrap",
-    ),
-    _patch(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync"
-        ".prepare_write_data",
-        _copied,
         mode="wrap",
     ),
 )

@@ -466,20 +466,6 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
         "dist_ckpt_optim_fully_reshardable", True, "the only format that resumes at another TP/PP"
     ),
     Default(
-        "use_persistent_ckpt_worker",
-        lambda c: True if c.values["async_save"] else SKIP,
-        "without it Megatron-Core turns --async-save off",
-    ),
-    Default(
-        "async_strategy",
-        lambda c: (
-            "mcore"
-            if c.values["async_save"] and not _compat.installed_version("nvidia-resiliency-ext")
-            else SKIP
-        ),
-        "nvidia-resiliency-ext, which nvrx needs, is not installed",
-    ),
-    Default(
         "dist_ckpt_strictness",
         "raise_all",
         "weights are the model's, no more and no less; what holds none may be absent "

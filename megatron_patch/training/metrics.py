@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import json
 import math
 import statistics
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 
@@ -100,11 +101,15 @@ class Recorder:
         self._evaluated: dict[str, int] = {}
         #: Step of the last validation and the losses of its sets.
         self._sets: tuple[int, list[float]] = (-1, [])
-        self._file: IO[bytes] | None = None
+        self._file: io.FileIO | None = None
+        #: Records that the disk has not taken yet, and why.
+        self._unwritten = bytearray()
+        self._trouble: str | None = None
         if path is not None and rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(path)
-            self._file = open(path, "ab")  # noqa: SIM115 - lives as long as the run
+            # Unbuffered: what could not be written is this object's to keep.
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
         self._last = time.perf_counter()
 
     def _to_rank_0(self, losses: dict[str, Any]) -> dict[str, float]:
@@ -323,12 +328,35 @@ class Recorder:
             for k, v in record.items()
             if v is not None
         }
-        self._file.write(orjson.dumps(clean) + b"\n")
-        self._file.flush()
+        self._unwritten += orjson.dumps(clean) + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what is due; a disk that is full now may have room at a later step."""
+        assert self._file is not None
+        had, self._trouble = self._trouble, None
+        try:
+            while self._unwritten:
+                count = self._file.write(self._unwritten)
+                del self._unwritten[:count]
+        except OSError as problem:
+            self._trouble = problem.strerror
+        if self._trouble is not None and had is None:
+            print(
+                f"> {self._file.name}: {self._trouble}; its records are kept and written as soon "
+                "as that is possible. Training goes on",
+                flush=True,
+            )
+        elif had is not None and self._trouble is None:
+            print(f"> {self._file.name}: its records are written again, none is lost", flush=True)
 
     def close(self) -> None:
         """Close the file and what else the figures go to."""
         if self._file is not None:
+            self._flush()
+            if self._unwritten:
+                lost = self._unwritten.count(b"\n")
+                print(f"> {self._file.name}: {lost} records are lost: {self._trouble}", flush=True)
             self._file.close()
             self._file = None
         while self._sinks:
@@ -566,8 +594,6 @@ def draw(runs: Sequence[tuple[str, list[dict[str, Any]]]], output: Path, key: st
         output: PNG file, replaced when complete.
         key: the value to draw over steps.
     """
-    import io
-
     import matplotlib
 
     matplotlib.use("Agg")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import importlib
@@ -24,7 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megatron_patch.util import UserError, atomic_write, die_with, let_forks_die_with_this
+from megatron_patch.util import (
+    UserError,
+    atomic_write,
+    die_with,
+    let_forks_die_with_this,
+    write_problem,
+)
 
 if TYPE_CHECKING:
     from megatron_patch.training import keep
@@ -521,14 +528,35 @@ def _checkpoint_words(plan: Plan, step: int | None, problem: Exception) -> str:
 
     cause = str(problem).strip().partition("\n")[0][:200]
     if step is not None:
+        save = Path(plan.values["save"])
+        unfinished = sorted(
+            {p.name for p in save.glob("iter_*") if p.is_dir()} - set(resume.steps(save))
+        )
+        # The writer's threads pass on no more than that something failed.
+        cause = write_problem(save) or cause
+        rest = f"{', '.join(unfinished)} is unfinished and can be removed; " if unfinished else ""
         return (
-            f"the checkpoint of step {step} could not be written to {plan.values['save']}: {cause}"
+            f"the checkpoint of step {step} could not be written to {save}: {cause}. {rest}the "
+            "same command goes on from the last whole checkpoint"
         )
     start = plan.start or resume.read(plan.values["pretrained_checkpoint"])
     assert start is not None
     found = dist_io.damaged(dist_io.read_checkpoint(start.folder))
     return found or f"{start.folder} cannot be read ({cause}); copy the checkpoint again"
 
+
+_GOES_ON = "the same command goes on from the last whole checkpoint"
+
+#: What disks and file systems answer with, as opposed to networks and programs.
+_STORAGE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV}
+)
+
+#: What gloo and NCCL say where the other end of a connection is gone.
+_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Connection closed by remote|Broken pipe|"
+    r"remote process exited or there was a network error"
+)
 
 #: What upstream refuses settings with. Other exceptions, and all of them once a step is done, are
 #: defects, and keep their traceback.
@@ -553,6 +581,18 @@ def _in_words(output: Path | None) -> Iterator[None]:
         # Where it cannot write its index, the dataset builder raises a bare Exception.
         known = isinstance(error, _REFUSALS) or type(error) is Exception
         started = metrics.RECORDER is not None and metrics.RECORDER.iteration is not None
+        step = metrics.RECORDER.iteration if metrics.RECORDER is not None else None
+        if isinstance(error, OSError) and error.errno in _STORAGE:
+            place = error.filename if error.filename is not None else output
+            where = f"{place}: " if place is not None else ""
+            after = f"after step {step}: " if step is not None else ""
+            raise UserError(f"{after}{where}{error.strerror}; {_GOES_ON}") from error
+        if _LOST.search(str(error)):
+            after = f"after step {step}" if step is not None else "before the first step"
+            raise UserError(
+                f"another rank ended {after}, and this one cannot go on without it; what that one "
+                f"says is the reason. {_GOES_ON.capitalize()}"
+            ) from error
         if started or not known:
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -733,5 +773,7 @@ def _finish(output: Path) -> None:
         metrics.draw([(output.name, records)], picture, "lm loss")
     except ImportError:
         print("> no loss.png: matplotlib is not installed", flush=True)
+    except OSError as problem:
+        print(f"> no loss.png: {problem.strerror}", flush=True)
     else:
         print(f"> {picture}", flush=True)

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -94,6 +95,8 @@ def train(
     die_after: float | None = None,
     without: list[str] | None = None,
     entry: str = "pretrain",
+    file_limit: int | None = None,
+    minutes_ago: float | None = None,
 ) -> dict[str, Any]:
     """Train by the entry point; optionally keep gradients of a step and the final weights.
 
@@ -109,6 +112,8 @@ def train(
         die_after: seconds until all ranks are killed, wherever they are then.
         without: patches to leave out.
         entry: `pretrain` or `sft`.
+        file_limit: bytes that a file may grow to once training begins; a stand-in for a full disk.
+        minutes_ago: how long the run has been going on when its first step begins.
     """
     if die_after is not None:
         _kill_me_in(die_after)
@@ -133,6 +138,10 @@ def train(
             return step()
 
         optimizer.step = recording_step
+        if file_limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+        if minutes_ago is not None:
+            upstream._TRAIN_START_TIME -= 60 * minutes_ago
         if resave:
             _resave(model, optimizer, scheduler, directory / "resaved")
         return model, optimizer, scheduler

@@ -1,11 +1,12 @@
-"""Stopping and going on: exact at one layout, the same states at any other, nothing left behind.
+"""Stopping and going on: exact at one layout, extended, killed, from weights alone.
+
+Other layouts are in `test_resume_matrix.py`.
 
 The optimizer is the distributed Adam throughout. Losses are the raw ones of `metrics.jsonl`.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from megatron_patch.training import metrics
 from tests.dist.harness import RankFailure, RankServer
-from tests.dist.tiny import MODELS, ODD, tensors, write_corpus, write_model
+from tests.dist.tiny import MODELS, ODD, stored, write_corpus, write_model
 
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 PADDING_PATCH = "fully-reshardable-padding"
@@ -107,114 +108,19 @@ def test_the_same_command_goes_on_exactly(
     assert np.ptp(losses(whole)) > 0.05, "losses move, so runs can differ"
 
 
-# --- another layout: the trap of padded buckets -------------------------------------------------
+# --- the trap of padded buckets; other layouts are in test_resume_matrix.py ---------------------
 
 #: Several gradient buckets of odd sizes, whose ends are padded.
 BUCKETS = ("--ddp-bucket-size", "40000", "--global-batch-size", "12", "--train-iters", "10")
-LOADS = {"dp1": (1, ()), "dp2": (2, ()), "tp2": (2, ("--tp", "2")), "pp2": (2, ("--pp", "2"))}
-STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class Saved:
-    output: Path
-    losses: list[float]
-    states: dict[str, np.ndarray]
-
-
-def states(ranks: RankServer, checkpoint: Path, scratch: Path) -> dict[str, np.ndarray]:
-    """Weights and optimizer states of a checkpoint as whole tensors, by state and name."""
-    return tensors(ranks, checkpoint, scratch)
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=["from-dp2", "from-dp3"])
-def saved(
-    request: pytest.FixtureRequest,
-    ranks: RankServer,
-    inputs: Inputs,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Saved:
-    folder = tmp_path_factory.mktemp("saved")
-    argv = command(inputs, "odd", folder / "run", *BUCKETS)
-    records = train(ranks, folder / "job", request.param, argv)
-    step5 = folder / "run" / "checkpoints" / "iter_0000005"
-    return Saved(folder / "run", losses(records)[5:], states(ranks, step5, folder / "states"))
-
-
-def at_step_5(run: Path, copy: Path) -> Path:
-    """A run directory that ends with the checkpoint of step 5."""
-    (copy / "checkpoints").mkdir(parents=True)
-    shutil.copytree(run / "checkpoints" / "iter_0000005", copy / "checkpoints" / "iter_0000005")
-    (copy / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
-    return copy
-
-
-def masters_differ(found: dict[str, np.ndarray]) -> list[str]:
+def masters_differ(found: dict[str, Any]) -> list[str]:
     """Weights that are not their fp32 master bit for bit; they are in an fp32 run."""
     prefix = "optimizer.state.param."
     masters = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
     weights = {k: v for k, v in found.items() if not k.startswith("optimizer.")}
     assert sorted(masters) == sorted(weights) and len(masters) > 5
-    return [k for k in masters if not np.array_equal(masters[k], weights[k])]
-
-
-@pytest.mark.parametrize("layout", LOADS)
-def test_optimizer_states_move_between_layouts(
-    layout: str, ranks: RankServer, inputs: Inputs, saved: Saved, tmp_path: Path
-) -> None:
-    world, more = LOADS[layout]
-    output = at_step_5(saved.output, tmp_path / "run")
-    argv = command(inputs, "odd", output, *BUCKETS, "--save-interval", "100", *more)
-    records = train(ranks, tmp_path / "job", world, argv, resave=True)
-    assert [row["iteration"] for row in records] == [6, 7, 8, 9, 10]
-    again = states(ranks, tmp_path / "job" / "resaved" / "iter_0000005", tmp_path / "states")
-    assert sorted(again) == sorted(saved.states)
-    for kind in STATES:
-        assert sum(f"optimizer.state.{kind}." in name for name in again) > 5
-    different = [k for k in again if not np.array_equal(again[k], saved.states[k])]
-    assert not different
-    print(f"{layout}: {gap(losses(records), saved.losses):.1e}")
-    assert gap(losses(records), saved.losses) < 1e-5
-
-
-#: With and without an optimizer of the experts' own.
-EXPERTS = [
-    pytest.param((1, ()), (2, ("--ep", "2")), id="from-ep1-to-ep2"),
-    pytest.param((2, ("--ep", "2")), (1, ()), id="from-ep2-to-ep1"),
-    pytest.param(
-        (2, ("--ep", "2")), (2, ("--tp", "2")), id="from-ep2-to-tp2", marks=pytest.mark.slow
-    ),
-]
-
-
-@pytest.mark.parametrize(("saves", "loads"), EXPERTS)
-def test_experts_move_between_layouts(
-    saves: tuple[int, tuple[str, ...]],
-    loads: tuple[int, tuple[str, ...]],
-    ranks: RankServer,
-    inputs: Inputs,
-    tmp_path: Path,
-) -> None:
-    argv = command(inputs, "moe", tmp_path / "run", "--train-iters", "8", *saves[1])
-    whole = losses(train(ranks, tmp_path / "a", saves[0], argv))
-    output = at_step_5(tmp_path / "run", tmp_path / "copy")
-    more = ("--train-iters", "8", "--save-interval", "100", *loads[1])
-    argv = command(inputs, "moe", output, *more)
-    found = losses(train(ranks, tmp_path / "b", loads[0], argv, resave=True))
-    assert gap(found, whole[5:]) < 1e-5
-    saved, again = (
-        states(ranks, folder / "iter_0000005", tmp_path / name)
-        for name, folder in (
-            ("first", tmp_path / "run" / "checkpoints"),
-            ("second", tmp_path / "b" / "resaved"),
-        )
-    )
-    assert sorted(again) == sorted(saved)
-    assert not [name for name in again if not np.array_equal(again[name], saved[name])]
-
-
-def test_masters_are_saved_as_they_are(saved: Saved) -> None:
-    assert not masters_differ(saved.states)
+    return [k for k in masters if masters[k] != weights[k]]
 
 
 def test_without_the_patch_masters_are_saved_shifted(
@@ -226,7 +132,10 @@ def test_without_the_patch_masters_are_saved_shifted(
     )
     train(ranks, tmp_path / "job", 2, argv, without=[PADDING_PATCH])
     step = tmp_path / "run" / "checkpoints" / "iter_0000001"
-    assert len(masters_differ(states(ranks, step, tmp_path / "states"))) > 3
+    assert len(masters_differ(stored(step))) > 3
+    argv[argv.index(str(tmp_path / "run"))] = str(tmp_path / "mended")
+    train(ranks, tmp_path / "job2", 2, argv)
+    assert not masters_differ(stored(tmp_path / "mended" / "checkpoints" / step.name))
 
 
 # --- extending, being killed, weights only ------------------------------------------------------

@@ -291,3 +291,19 @@ def test_a_step_that_is_no_number_ends_the_run(
     recorder.close()
     assert not recorder.suspects
     assert len(metrics.read(tmp_path)) == 1, "the step is on record either way"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_records_wait_for_room(tmp_path, capsys):
+    path = tmp_path / metrics.FILE
+    recorder = metrics.Recorder(path, rank=0, world_size=1, pipeline=1)
+    room, recorder._file = recorder._file, open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    recorder.step(1, {"lm loss": 2.0})
+    recorder.step(2, {"lm loss": 1.5})
+    assert capsys.readouterr().out.count("No space left on device; its records are kept") == 1
+    recorder._file.close()
+    recorder._file = room
+    recorder.step(3, {"lm loss": 1.0})
+    assert "none is lost" in capsys.readouterr().out
+    recorder.close()
+    assert [row["lm loss"] for row in metrics.read(path)] == [2.0, 1.5, 1.0]

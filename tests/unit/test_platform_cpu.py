@@ -27,9 +27,6 @@ FROZEN = {f"torch.cuda.{name}" for name in TORCH_CUDA.split()} | {
     "torch.utils.data.DataLoader.__init__",
     "megatron.core.tensor_parallel.random._get_cuda_rng_state",
     "megatron.core.tensor_parallel.random._set_cuda_rng_state",
-    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller._get_process",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync"
-    ".prepare_write_data",
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
     "megatron.training.training.initialize_megatron",
 }
