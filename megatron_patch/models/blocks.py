@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -99,8 +99,10 @@ MOE_INERT: tuple[tuple[str, str], ...] = (
 SLIDING_ONLY = Only(
     "use_sliding_window",
     (False,),
-    "sliding windows are not supported; set it to false to train with full attention.",
+    "transformers' code of this model has no windows; set it to false.",
 )
+#: What ``layer_types`` calls attention with a sliding window, and without.
+WINDOWED = ("sliding_attention", "full_attention")
 
 
 #: Accepted values of the keys of a ``quantization_config``; the first one is that of an absent key.
@@ -255,6 +257,46 @@ def layer_types(hf: HFConfig, kinds: tuple[str, ...]) -> list[str] | None:
     return types
 
 
+def windows_in(hf: HFConfig, notes: list[str], types: Sequence[str]) -> dict[str, Any]:
+    """`windows` in the layers whose type is the first of `WINDOWED`."""
+    chosen, size = [int(kind == WINDOWED[0]) for kind in types], hf.get("sliding_window")
+    if not any(chosen):
+        return {}
+    if size is None:
+        raise UserError(
+            f"{hf.path}: 'sliding_window' is missing, but 'layer_types' names {WINDOWED[0]!r}."
+        )
+    sizes = windows(hf, notes)
+    return sizes if all(chosen) else sizes | {"window_attn_skip_freq": chosen}
+
+
+def chosen_windows(has: Callable[[int, int], bool]) -> Reader:
+    """A reader of Qwen's windows: those that ``layer_types`` names, where windows are used at all.
+
+    Args:
+        has: Whether a layer has one in a file without ``layer_types``, from its number and
+            ``max_window_layers``.
+    """
+
+    def read(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
+        types = layer_types(hf, WINDOWED)
+        used = hf.typed("use_sliding_window", False, bool)
+        if not used and types is not None and WINDOWED[0] in types:
+            raise UserError(
+                f"{hf.path}: 'layer_types' names {WINDOWED[0]!r}, but 'use_sliding_window' is "
+                f"false. Keep the right one."
+            )
+        if not used or hf.get("sliding_window") is None:
+            return {}
+        if types is None:
+            edge = hf.require("max_window_layers")
+            count = positive(hf, "num_hidden_layers")
+            types = [WINDOWED[0 if has(i, edge) else 1] for i in range(count)]
+        return windows_in(hf, notes, types)
+
+    return read
+
+
 def shared_expert(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     """A shared expert beside the routed ones, weighed with a sigmoid of its own."""
     return {
@@ -331,20 +373,6 @@ def softmax_experts(
 def dense_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
     """The same attention and gated MLP in every layer."""
     return (LayerSpec("gqa", "dense"),) * positive(hf, "num_hidden_layers")
-
-
-def full_attention_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
-    """`dense_layers`, after checking that ``layer_types`` names no other attention."""
-    layers = dense_layers(hf)
-    types = hf.typed("layer_types", None, list)
-    if types is not None and types != ["full_attention"] * len(layers):
-        other = sorted({str(t) for t in types} - {"full_attention"})
-        raise UserError(
-            f"{hf.path}: 'layer_types' has {len(types)} entries"
-            + (f", among them {', '.join(other)}" if other else "")
-            + f"; expected {len(layers)} times 'full_attention'. Other attention is not supported."
-        )
-    return layers
 
 
 def sparse_layers(hf: HFConfig) -> tuple[LayerSpec, ...]:

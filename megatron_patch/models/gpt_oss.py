@@ -30,8 +30,6 @@ HF_DEFAULTS = (
 #: Names of parts: experts stand in one tensor of each kind.
 NAMES = blocks.MoeNames(router="router", joined="gate_up_proj")
 
-_KINDS = ("sliding_attention", "full_attention")
-
 
 def layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
     """Experts everywhere."""
@@ -45,19 +43,12 @@ def attention(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
             f"{hf.path}: 'head_dim' is missing. Every size comes from this file: add it "
             f"(transformers would take 64)."
         )
-    types = blocks.layer_types(hf, _KINDS)
+    types = blocks.layer_types(hf, blocks.WINDOWED)
     if types is None:
-        types = [_KINDS[i % 2] for i in range(blocks.positive(hf, "num_hidden_layers"))]
+        types = [blocks.WINDOWED[i % 2] for i in range(blocks.positive(hf, "num_hidden_layers"))]
         notes.append("layer_types is not in the file: layers 0, 2, 4, ... have a window")
-    windows = [int(kind == _KINDS[0]) for kind in types]
-    if hf.get("sliding_window") is None and any(windows):
-        raise UserError(
-            f"{hf.path}: 'sliding_window' is missing, but 'layer_types' names {_KINDS[0]!r}."
-        )
-    sizes = blocks.windows(hf, notes) if any(windows) else {}
     return {
-        **sizes,
-        **({} if all(windows) or not sizes else {"window_attn_skip_freq": windows}),
+        **blocks.windows_in(hf, notes, types),
         "softmax_type": "learnable",
         "add_bias_linear": True,
         "add_qkv_bias": True,

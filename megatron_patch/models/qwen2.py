@@ -14,12 +14,15 @@ HF_DEFAULTS = (
     ("attention_dropout", 0.0),
 )
 
+#: The layers from ``max_window_layers`` on.
+windows = blocks.chosen_windows(lambda layer, edge: layer >= edge)
+
 FAMILY = ModelFamily(
     name="qwen2",
     hf_defaults=HF_DEFAULTS,
-    args=(blocks.decoder, blocks.constants(add_qkv_bias=True)),
-    layers=blocks.full_attention_layers,
+    args=(blocks.decoder, blocks.constants(add_qkv_bias=True), windows),
+    layers=blocks.dense_layers,
     rules=blocks.decoder_rules,
-    only=(*blocks.ONLY, blocks.SLIDING_ONLY),
+    only=blocks.ONLY,
     inert=blocks.INERT + blocks.SLIDING_INERT,
 )

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.models import blocks
-from megatron_patch.models.family import LayerSpec, ModelFamily
+from megatron_patch.models.family import ModelFamily
 
 if TYPE_CHECKING:
     from megatron_patch.models.hf_config import HFConfig
@@ -25,24 +25,21 @@ HF_DEFAULTS = (
 )
 
 
-def layers(hf: HFConfig) -> tuple[LayerSpec, ...]:
-    """Full attention everywhere, experts where ``decoder_sparse_step`` says."""
-    blocks.full_attention_layers(hf)
-    return blocks.sparse_layers(hf)
-
-
 def biases(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     """Biases on query, key and value."""
     return {"add_qkv_bias": hf.require("qkv_bias", bool)}
 
 
+#: Every other layer, as long as it is below ``max_window_layers``.
+windows = blocks.chosen_windows(lambda layer, edge: layer % 2 == 0 and layer < edge)
+
 FAMILY = ModelFamily(
     name="qwen2_moe",
     hf_defaults=HF_DEFAULTS,
-    args=(blocks.decoder, biases, blocks.moe, blocks.shared_expert),
-    layers=layers,
+    args=(blocks.decoder, biases, windows, blocks.moe, blocks.shared_expert),
+    layers=blocks.sparse_layers,
     rules=partial(blocks.decoder_rules, moe=blocks.MoeNames(shared="shared_expert.")),
-    only=(*blocks.ONLY, blocks.SLIDING_ONLY),
+    only=blocks.ONLY,
     inert=(
         *blocks.INERT,
         *blocks.SLIDING_INERT,

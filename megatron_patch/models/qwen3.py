@@ -15,15 +15,17 @@ HF_DEFAULTS = (
     ("attention_dropout", 0.0),
 )
 
+#: The layers from ``max_window_layers`` on.
+windows = blocks.chosen_windows(lambda layer, edge: layer >= edge)
+
 FAMILY = ModelFamily(
     name="qwen3",
     hf_defaults=HF_DEFAULTS,
-    args=(blocks.decoder, blocks.constants(qk_layernorm=True)),
-    layers=blocks.full_attention_layers,
+    args=(blocks.decoder, blocks.constants(qk_layernorm=True), windows),
+    layers=blocks.dense_layers,
     rules=blocks.decoder_rules,
     only=(
         *blocks.ONLY,
-        blocks.SLIDING_ONLY,
         Only("attention_bias", (False,), "Megatron has no bias on attention alone."),
     ),
     inert=blocks.INERT + blocks.SLIDING_INERT,

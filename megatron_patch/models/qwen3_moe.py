@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from megatron_patch.models import blocks
 from megatron_patch.models.family import ModelFamily, Only
+
+if TYPE_CHECKING:
+    from megatron_patch.models.hf_config import HFConfig
 
 HF_DEFAULTS = (
     ("num_key_value_heads", 4),
@@ -17,15 +22,21 @@ HF_DEFAULTS = (
     ("router_aux_loss_coef", 0.001),
 )
 
+
+def windows(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
+    """One in every layer, where windows are used: this model reads neither of the other keys."""
+    used = hf.typed("use_sliding_window", False, bool)
+    return blocks.windows(hf, notes) if used else {}
+
+
 FAMILY = ModelFamily(
     name="qwen3_moe",
     hf_defaults=HF_DEFAULTS,
-    args=(blocks.decoder, blocks.constants(qk_layernorm=True), blocks.moe),
+    args=(blocks.decoder, blocks.constants(qk_layernorm=True), windows, blocks.moe),
     layers=blocks.sparse_layers,
     rules=blocks.decoder_rules,
     only=(
         *blocks.ONLY,
-        blocks.SLIDING_ONLY,
         Only("attention_bias", (False,), "Megatron has no bias on attention alone."),
     ),
     inert=(

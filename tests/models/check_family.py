@@ -65,6 +65,31 @@ def check_family(name: str, config: Mapping[str, Any], golden: str, directory: P
         check_mtp(spec, ours, tokens, further)
 
 
+def check_windows(
+    config: Mapping[str, Any], layers: list[int] | None, directory: Path, window: int = 24
+) -> None:
+    """Logits of a model whose config turns sliding windows on.
+
+    Args:
+        config: A tiny ``config.json``.
+        layers: 1 for each layer that has one; None: all have.
+        directory: Empty directory for the HF model.
+        window: Much shorter than the sequence.
+    """
+    spec = resolve({**config, "use_sliding_window": True, "sliding_window": window}, directory)
+    assert spec.args["window_size"] == f"{window - 1},0"
+    assert spec.args.get("window_attn_skip_freq") == layers
+    model = random_hf_model(directory)
+    model.save_pretrained(directory / "saved")
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(spec.true_vocab_size, (2, 4 * window), generator=generator)
+    with torch.no_grad():
+        reference = model(tokens).logits
+    with megatron_model.one_rank():
+        ours = megatron_model.build(spec)
+        check_logits(spec, ours, load_saved(directory / "saved"), tokens, reference)
+
+
 def load_saved(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of an HF directory."""
     saved: dict[str, torch.Tensor] = {}

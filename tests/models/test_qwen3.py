@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from check_family import check_family
+import pytest
+from check_family import check_family, check_windows
 from configs import QWEN3
 
 
@@ -16,3 +17,8 @@ def test_yarn(tmp_path):
     """Qwen's recipe for long texts: the attention factor must reach every layer."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     check_family("qwen3", QWEN3 | {"rope_scaling": scaling}, "qwen3_yarn", tmp_path)
+
+
+@pytest.mark.slow
+def test_windows(tmp_path):
+    check_windows(QWEN3 | {"max_window_layers": 2}, [0, 0, 1], tmp_path)

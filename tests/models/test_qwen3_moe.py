@@ -3,7 +3,7 @@ from __future__ import annotations
 import megatron_model
 import pytest
 import torch
-from check_family import check_family, load, random_hf_model, resolve
+from check_family import check_family, check_windows, load, random_hf_model, resolve
 from configs import QWEN3_MOE
 from safetensors.torch import load_file
 
@@ -107,3 +107,8 @@ def test_both_spellings_of_the_expert_count(tmp_path):
     assert resolve(renamed, tmp_path).args == resolve(QWEN3_MOE, tmp_path).args
     with pytest.raises(UserError, match=r"num_local_experts.*num_experts"):
         resolve(QWEN3_MOE | {"num_local_experts": 16}, tmp_path)
+
+
+@pytest.mark.slow
+def test_windows(tmp_path):
+    check_windows(QWEN3_MOE | {}, None, tmp_path)
