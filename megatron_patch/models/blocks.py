@@ -270,6 +270,17 @@ def windows_in(hf: HFConfig, notes: list[str], types: Sequence[str]) -> dict[str
     return sizes if all(chosen) else sizes | {"window_attn_skip_freq": chosen}
 
 
+def uses_windows(hf: HFConfig) -> bool:
+    """Whether ``use_sliding_window`` is on; there has to be a ``sliding_window`` then."""
+    used: bool = hf.typed("use_sliding_window", False, bool)
+    if used and hf.get("sliding_window") is None:
+        raise UserError(
+            f"{hf.path}: 'use_sliding_window' is true, but 'sliding_window' is missing. Every size "
+            f"comes from this file: add it, or set the switch to false."
+        )
+    return used
+
+
 def chosen_windows(has: Callable[[int, int], bool]) -> Reader:
     """A reader of Qwen's windows: those that ``layer_types`` names, where windows are used at all.
 
@@ -280,13 +291,13 @@ def chosen_windows(has: Callable[[int, int], bool]) -> Reader:
 
     def read(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
         types = layer_types(hf, WINDOWED)
-        used = hf.typed("use_sliding_window", False, bool)
+        used = uses_windows(hf)
         if not used and types is not None and WINDOWED[0] in types:
             raise UserError(
                 f"{hf.path}: 'layer_types' names {WINDOWED[0]!r}, but 'use_sliding_window' is "
                 f"false. Keep the right one."
             )
-        if not used or hf.get("sliding_window") is None:
+        if not used:
             return {}
         if types is None:
             edge = hf.require("max_window_layers")

@@ -25,8 +25,7 @@ HF_DEFAULTS = (
 
 def windows(hf: HFConfig, notes: list[str]) -> dict[str, Any]:
     """One in every layer, where windows are used: this model reads neither of the other keys."""
-    used = hf.typed("use_sliding_window", False, bool)
-    return blocks.windows(hf, notes) if used else {}
+    return blocks.windows(hf, notes) if blocks.uses_windows(hf) else {}
 
 
 FAMILY = ModelFamily(

@@ -54,7 +54,7 @@ QWEN2: dict[str, Any] = {
     key: value for key, value in QWEN3.items() if key not in ("attention_bias", "head_dim")
 } | {
     "architectures": ["Qwen2ForCausalLM"],
-    "max_window_layers": 21,
+    "max_window_layers": 1,
     "model_type": "qwen2",
     "num_attention_heads": 8,
     "sliding_window": 128,

@@ -322,7 +322,6 @@ def test_refusals_name_file_key_and_value(name, key, value, tmp_path):
         ("qwen3_moe", "mlp_only_layers", [3]),
         ("qwen3_moe", "decoder_sparse_step", 0),
         ("qwen3_moe", "num_experts_per_tok", 9),
-        ("qwen2", "use_sliding_window", True),
         ("qwen2", "dual_chunk_attention_config", {"chunk_size": 8}),
         ("qwen2", "use_mrope", True),
         ("qwen2", "use_sliding_window", 0),
