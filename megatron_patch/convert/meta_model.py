@@ -115,7 +115,7 @@ def _kept(hf_dir: str | os.PathLike[str]) -> Path:
     import platform
 
     from megatron_patch import _compat
-    from megatron_patch.models.registry import get_family, load_config
+    from megatron_patch.models.registry import get_family, load_config, sources
 
     hf = load_config(Path(hf_dir))
     spec = get_family(hf.model_type).resolve(hf)
@@ -128,8 +128,9 @@ def _kept(hf_dir: str | os.PathLike[str]) -> Path:
     ):
         digest.update(part.encode() + b"\0")
     package = Path(__file__).resolve().parents[1]
-    for source in sorted(package.rglob("*.py")):
-        digest.update(str(source.relative_to(package)).encode() + b"\0" + source.read_bytes())
+    for source in (*sorted(package.rglob("*.py")), *sources(hf.model_type)):
+        name = str(source.relative_to(package)) if package in source.parents else str(source)
+        digest.update(name.encode() + b"\0" + source.read_bytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "megatron_patch" / "layouts" / f"{digest.hexdigest()[:40]}.json"
 

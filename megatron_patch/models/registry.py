@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import iter_modules
 
 from megatron_patch.models.family import ALIASES, ModelFamily
@@ -24,6 +26,19 @@ def families() -> tuple[str, ...]:
     own = {module.name for module in iter_modules(package.__path__)} - _SHARED
     outside = {entry.name for entry in metadata.entry_points(group=ENTRY_POINTS)}
     return tuple(sorted(own | outside | {alias for alias, _ in ALIASES}))
+
+
+def sources(model_type: str) -> tuple[Path, ...]:
+    """The files of a family that is not in this package: its module, or its whole package."""
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        if entry.name == model_type:
+            found = find_spec(entry.module)
+            if found is None or found.origin is None:
+                return ()
+            file = Path(found.origin)
+            own = not (file.parent / "__init__.py").exists()
+            return (file,) if own else tuple(sorted(file.parent.rglob("*.py")))
+    return ()
 
 
 def get_family(model_type: str) -> ModelFamily:

@@ -306,6 +306,7 @@ def covers(attention: Any) -> bool:
         or len(norms) == 1
         or (norms and config.normalization != "RMSNorm")
         or config.layernorm_zero_centered_gamma
+        or (config.no_rope_freq and config.no_rope_freq[attention.layer_number - 1])
         or attention.offload_qkv_linear
         or config.test_mode
     )

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCHED = (
     *("qwen3", "qwen2", "qwen2_5", "llama3", "llama3_1"),
     *("deepseek_v3", "deepseek_v2", "glm4_moe", "moonlight"),
-    *("mistral", "mixtral", "qwen3_next", "qwen3_5", "seed_oss", "gpt_oss"),
+    *("mistral", "mixtral", "qwen3_next", "qwen3_5", "seed_oss", "smollm3", "gpt_oss"),
 )
 READMES = [ROOT / "examples" / "README.md", *(ROOT / f"examples/{f}/README.md" for f in LAUNCHED)]
 

@@ -54,7 +54,7 @@ QWEN2: dict[str, Any] = {
     key: value for key, value in QWEN3.items() if key not in ("attention_bias", "head_dim")
 } | {
     "architectures": ["Qwen2ForCausalLM"],
-    "max_window_layers": 1,
+    "max_window_layers": 21,
     "model_type": "qwen2",
     "num_attention_heads": 8,
     "sliding_window": 128,
@@ -460,3 +460,37 @@ def multimodal(text: dict[str, Any]) -> dict[str, Any]:
         "vision_end_token_id": 993,
         "vision_start_token_id": 992,
     }
+
+#: SmolLM3 in small: one of four layers is not rotated, not where the interval would have it.
+SMOLLM3: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 0, 1],
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 3,
+    "pretraining_tp": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0.dev0",
+    "use_cache": False,
+    "use_sliding_window": False,
+    "vocab_size": 1000,
+}

@@ -42,6 +42,7 @@ TINY = {
     "gpt_oss": configs.GPT_OSS,
     "qwen3_5": configs.QWEN3_5,
     "qwen3_5_moe": configs.QWEN3_5_MOE,
+    "smollm3": configs.SMOLLM3,
 }
 
 #: Published parameter counts; a tied output layer counts once.
@@ -83,6 +84,7 @@ PARAMETERS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,
     "qwq-32b": 32_763_876_352,
+    "smollm3-3b": 3_075_098_624,
     "smollm2-135m": 134_515_008,
     "yi-34b": 34_388_917_248,
 }

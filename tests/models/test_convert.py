@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,16 @@ from check_family import resolve
 from configs import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from safetensors.torch import load_file, save_file
 
-from megatron_patch.convert import commands, dist_io, hf_io, plan, rules, stream, verify
+from megatron_patch.convert import (
+    commands,
+    dist_io,
+    hf_io,
+    meta_model,
+    plan,
+    rules,
+    stream,
+    verify,
+)
 from megatron_patch.convert.meta_model import CheckpointLayout, checkpoint_layout
 from megatron_patch.util import UserError
 
@@ -623,6 +633,56 @@ def test_verify_names_what_differs(kind: str, edit: Any, tmp_path: Path, capsys:
     assert f"first difference: {words[0]}" in out
 
 
+def _storage(mcore: Path, edit: Any) -> None:
+    """Change which record stands where in a checkpoint."""
+    path = _step(mcore) / dist_io.METADATA
+    metadata = pickle.loads(path.read_bytes())
+    edit(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def _records_swapped(metadata: Any) -> str:
+    places = metadata.storage_data
+    first, last = (
+        next(i for i in places if i.fqn.endswith("linear_fc2.weight") and i.offset[0] == layer)
+        for layer in (0, 2)
+    )
+    places[first], places[last] = places[last], places[first]
+    return "model.layers.0.mlp.down_proj.weight"
+
+
+def _expert_stored_twice(metadata: Any) -> str:
+    places = metadata.storage_data
+    key = "decoder.layers.2.mlp.experts.experts.linear_fc1.weight"
+    for index in [i for i in places if i.fqn == key and i.offset[0] == 5]:
+        (four,) = (i for i in places if i.fqn == key and i.offset == (4, *index.offset[1:]))
+        places[index] = places[four]
+    return "model.layers.2.mlp.experts.5.gate_proj.weight"
+
+
+def _bias_lost(metadata: Any) -> str:
+    key = "decoder.layers.self_attention.linear_qkv.bias"
+    del metadata.state_dict_metadata[key]
+    metadata.storage_data = {i: r for i, r in metadata.storage_data.items() if i.fqn != key}
+    names = (f"model.layers.0.self_attn.{part}_proj.bias" for part in "qkv")
+    return f"{' + '.join(names)}: {key} is missing from the Megatron checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit"),
+    [("f2", _records_swapped), ("f3", _expert_stored_twice), ("f1", _bias_lost)],
+)
+def test_verify_names_what_differs_in_the_checkpoint(
+    kind: str, edit: Any, tmp_path: Path, capsys: Any
+) -> None:
+    hf, mcore = source(tmp_path / "hf", kind), tmp_path / "mcore"
+    assert to_megatron(hf, mcore) == 0
+    words: list[str] = []
+    _storage(mcore, lambda metadata: words.append(edit(metadata)))
+    status, out = run_verify(hf, mcore, capsys)
+    assert status == 1 and f"first difference: {words[0]}" in out
+
+
 def test_verify_sees_a_leak_of_padding_in_the_checkpoint(
     tmp_path: Path, converted: tuple[Path, Path], capsys: Any
 ) -> None:
@@ -651,3 +711,88 @@ def test_verify_across_dtypes_and_report(tmp_path: Path, capsys: Any) -> None:
     found = json.loads(report.read_text())
     assert found["passed"] and set(found["tensors"]) == set(load(folder))
     assert all(entry["hf"] == entry["megatron"] for entry in found["tensors"].values())
+
+
+# --- what is kept of Megatron-Core's answers ---------------------------------------------------
+
+
+def test_a_kept_layout_is_of_this_model_these_versions_and_these_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its file is looked for changes with everything that it follows from."""
+    from megatron_patch import _compat
+    from megatron_patch.models import registry
+
+    def place(**changes: Any) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(QWEN3 | changes))
+        return meta_model._kept(tmp_path)
+
+    found = [place(), place(num_hidden_layers=4), place(tie_word_embeddings=True)]
+    assert place() == found[0], "the same question has the same answer"
+    with monkeypatch.context() as patch:
+        version = _compat.installed_version
+        for changed in ("megatron-core", "torch"):
+            patch.setattr(
+                _compat, "installed_version", lambda n, c=changed: "9" if n == c else version(n)
+            )
+            found.append(place())
+    package = tmp_path / "megatron_patch"
+    shutil.copytree(Path(meta_model.__file__).parents[1], package)
+    monkeypatch.setattr(meta_model, "__file__", str(package / "convert" / "meta_model.py"))
+    assert place() == found[0], "the same sources elsewhere"
+    for changed in ("models/qwen3.py", "convert/rules.py"):
+        with (package / changed).open("a") as file:
+            file.write("#\n")
+        found.append(place())
+    outside = tmp_path / "outside.py"
+    outside.write_text("")
+    monkeypatch.setattr(registry, "sources", lambda name: (outside,))
+    found.append(place())
+    outside.write_text("#")
+    found.append(place())
+    assert len(set(found)) == len(found)
+
+
+def test_a_family_outside_is_found_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib.metadata import EntryPoint
+
+    from megatron_patch.models import registry
+
+    (tmp_path / "its_family").mkdir()
+    for name in ("__init__.py", "family.py"):
+        (tmp_path / "its_family" / name).write_text("")
+    (tmp_path / "one_file.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    entries = [
+        EntryPoint("a", "its_family.family:FAMILY", registry.ENTRY_POINTS),
+        EntryPoint("b", "one_file:FAMILY", registry.ENTRY_POINTS),
+    ]
+    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: entries)
+    assert [path.name for path in registry.sources("a")] == ["__init__.py", "family.py"]
+    assert registry.sources("b") == (tmp_path / "one_file.py",)
+    assert registry.sources("qwen3") == ()
+
+
+def test_a_damaged_kept_answer_is_asked_for_again(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    meta_model._keep(kept, {"tensors": {}, "objects": [], "runs": {}})
+    assert meta_model._read_kept(kept) == {"tensors": {}, "objects": [], "runs": {}}
+    content = kept.read_bytes()
+    for damaged in (content[:-2], content.replace(b"objects", b"objectz"), b""):
+        kept.write_bytes(damaged)
+        assert meta_model._read_kept(kept) is None
+    assert meta_model._read_kept(tmp_path / "none") is None
+
+
+def test_a_plan_needs_no_torch_where_the_layout_is_kept(tmp_path: Path, root: Path) -> None:
+    hf = source(tmp_path / "hf", "f2")
+    code = (
+        "import sys; from megatron_patch.convert import plan\n"
+        "made = plan.plan_import(sys.argv[1]); print(len(made.steps), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(hf)]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.split() == ["27", "False"]
