@@ -41,6 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
     # A window in every layer; other names for experts; a shared expert with a gate.
     "mistral": configs.MISTRAL,
     "mixtral": configs.MIXTRAL,
+    # Layers without rotation, which a stage has to count from the model's first.
+    "smollm3": configs.SMOLLM3,
     "qwen2-moe": configs.QWEN2_MOE,
     # Gated DeltaNet, whose projections have several keys in a checkpoint.
     "qwen3-next": configs.QWEN3_NEXT,
@@ -87,6 +89,8 @@ CASES = [
     ("glm4", "tp2-etp2", False),
     ("mistral", "tp2", False),
     pytest.param("mixtral", "ep2", True, marks=pytest.mark.slow),
+    ("smollm3", "pp2", True),
+    pytest.param("smollm3", "tp2", False, marks=pytest.mark.slow),
     pytest.param("qwen2-moe", "pp2", True, marks=pytest.mark.slow),
     ("qwen2-moe", "tp2-etp2", True),
     pytest.param("qwen3-next", "pp2", False, marks=pytest.mark.slow),

@@ -50,6 +50,7 @@ KINDS = {
     "glm4": 1e-4,
     "mistral": 1e-4,
     "mixtral": 1e-4,
+    "smollm3": 1e-4,
     "qwen2-moe": 1e-4,
     "qwen3-next": 3e-3,
     "qwen3.5-moe": 3e-3,
@@ -62,6 +63,7 @@ LOW = {
     "mistral-bf16": ("mistral", ("--precision", "bf16"), 5e-3),
     "deepseek-v3-bf16": ("deepseek-v3", ("--precision", "bf16"), 1e-2),
     "qwen3-next-bf16": ("qwen3-next", ("--precision", "bf16"), 1e-2),
+    "smollm3-bf16": ("smollm3", ("--precision", "bf16"), 5e-3),
     "qwen3-fp8": ("qwen3", ("--precision", "bf16", "--fp8", "delayed"), 5e-2),
 }
 
