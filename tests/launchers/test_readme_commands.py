@@ -62,6 +62,11 @@ def test_commands(readme: Path, inputs: dict[str, str], tmp_path: Path) -> None:
         argv = [sys.executable if part == "python" else part for part in shlex.split(text)]
         if argv[:2] == ["megatron-patch", "generate"]:
             continue  # needs what the command before it trains
+        if argv[:2] == ["sbatch", "--nodes"]:  # what Slurm would start with four nodes
+            nodes, job, launcher, *flags = argv[2:]
+            environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": nodes}
+            environ["SLURM_JOB_NODELIST"] = f"n[1-{nodes}]"
+            argv = ["bash", job, str(ROOT / launcher), *flags, "--dry-run"]
         if argv[1].startswith(("examples/", "toolkits/")):
             argv[1] = str(ROOT / argv[1])
         if "/examples/" in argv[1] and "--dry-run" not in argv:
