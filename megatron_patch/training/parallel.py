@@ -288,13 +288,10 @@ def _device_refusals(plan: Plan) -> Iterator[str]:
     if recipe:
         block = FP8_RECIPES[recipe][2]
         sizes = Sizes.of(values, plan.world_size)
-        for name, width in (
-            ("hidden size", values["hidden_size"]),
-            ("MLP width a rank", (values["ffn_hidden_size"] or 0) // sizes.tp),
-        ):
-            if width % block:
+        for name, width, multiple in _fp8_widths(values, sizes, block):
+            if width % multiple:
                 yield (
-                    f"--fp8 {recipe} works on blocks of {block}, but the {name} is {width}; use a "
+                    f"--fp8 {recipe} works on blocks of {multiple}, but the {name} is {width}; use a "
                     "smaller --tp or another recipe"
                 )
     if not plan.environment.te:
@@ -334,6 +331,26 @@ def _device_refusals(plan: Plan) -> Iterator[str]:
         yield f"--fp8 {recipe} needs Transformer Engine, which this run does without; train in bf16"
     if values["bf16"] and capability and capability < (8, 0):
         yield f"bf16 needs compute capability 8.0, {device} has {capability}; use --precision fp16"
+
+
+def _fp8_widths(
+    values: Mapping[str, Any], sizes: Sizes, block: int
+) -> Iterator[tuple[str, int, int]]:
+    """(name, width, what it must be a multiple of) of a rank's matrices that run in FP8."""
+    yield "hidden size", values["hidden_size"], block
+    yield "MLP width a rank", (values["ffn_hidden_size"] or 0) // sizes.tp, block
+    if values["num_experts"]:
+        width = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"] or 0
+        yield "width of an expert a rank", width // sizes.etp, block
+    if values["kv_channels"] and not values["multi_latent_attention"]:
+        # Not whole blocks: only the rows that matrix units take at a time.
+        heads = values["num_attention_heads"]
+        groups = values["num_query_groups"] if values["group_query_attention"] else heads
+        least = 32 if block == 32 else 16
+        query = values["kv_channels"] * heads // sizes.tp
+        keys = 2 * values["kv_channels"] * max(1, groups // sizes.tp)
+        yield "width of all heads a rank", query, least
+        yield "width of queries, keys and values a rank", query + keys, least
 
 
 #: Accepted by Megatron's parser and read by nothing on this path: attention is causal over the

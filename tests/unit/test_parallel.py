@@ -322,6 +322,8 @@ REFUSALS = [
     ("--padded-vocab-size 151937 --tp 2", "151937", "--tp 2", "--padded-vocab-size 151938"),
     ("--fp8 mxfp8", "10.0", "9.0", "--fp8 tensorwise"),
     ("--fp8 tensorwise --hidden-size 4104", "16", "4104", "another recipe"),
+    ("--fp8 tensorwise --kv-channels 10 --tp 8", "16", "heads a rank is 40", "smaller --tp"),
+    ("--fp8 delayed --kv-channels 10 --tp 8", "16", "values a rank is 60", "another recipe"),
     ("--ffn-hidden-size 12290 --tp 4", "12290", "--tp 4", "[1, 2"),
     ("--mbs 2 --sft", "--micro-batch-size 1", "not 2", "longer --seq-length"),
     ("--cpu-offloading --pp 2", "--pp 1", "--pp 2", "use --tp"),
