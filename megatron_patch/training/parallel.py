@@ -291,8 +291,8 @@ def _device_refusals(plan: Plan) -> Iterator[str]:
         for name, width, multiple in _fp8_widths(values, sizes, block):
             if width % multiple:
                 yield (
-                    f"--fp8 {recipe} works on blocks of {multiple}, but the {name} is {width}; use a "
-                    "smaller --tp or another recipe"
+                    f"--fp8 {recipe} works on blocks of {multiple}, but the {name} is {width}; use "
+                    "a smaller --tp or another recipe"
                 )
     if not plan.environment.te:
         for dest in ("moe_grouped_gemm", "moe_permute_fusion", "apply_rope_fusion"):
