@@ -51,7 +51,16 @@ def initial(name: str, rank: int, width: int, seed: int) -> Tensor:
     return torch.empty(rank, width).uniform_(-bound, bound, generator=generator)
 
 
-class Adapter(torch.nn.Module):
+class _Beside(torch.nn.Module):
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *rest: Any
+    ) -> None:
+        """Weights that were trained without adapters leave them at their start."""
+        if any(key.startswith(prefix) for key in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+
+
+class Adapter(_Beside):
     """The adapters of one linear layer.
 
     Args:
@@ -179,15 +188,8 @@ class Adapter(torch.nn.Module):
             dp_cp_group=metadata["dp_cp_group"],
         )
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *rest: Any
-    ) -> None:
-        """Weights that were trained without adapters leave them at their start."""
-        if any(key.startswith(prefix) for key in state_dict):
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
 
-
-class ExpertAdapter(torch.nn.Module):
+class ExpertAdapter(_Beside):
     """The adapters of a layer's routed experts, one for each expert and parameter of transformers.
 
     transformers 5 holds all gates and up projections of a layer in one parameter, and PEFT adapts
@@ -298,8 +300,6 @@ class ExpertAdapter(torch.nn.Module):
                 prepend_axis_num=ahead,
             )
         return found
-
-    _load_from_state_dict = Adapter._load_from_state_dict
 
 
 #: Parameters that expert tensor parallelism splits, and the axis.
