@@ -406,6 +406,11 @@ LAUNCH_DEFAULTS: tuple[Default, ...] = (
     Default("bf16", _precision_flag("bf16"), "bf16 on GPU, fp32 on CPU ranks"),
     Default("fp16", _precision_flag("fp16"), "see --precision"),
     Default(
+        "initial_loss_scale",
+        lambda c: 1024.0 if c.values["fp16"] else SKIP,
+        "losses are sums over tokens: from 2^32 on down the first twenty steps would be skipped",
+    ),
+    Default(
         "attention_dropout", 0.0, "pretraining without dropout; a non-zero rate also moves with TP"
     ),
     Default("hidden_dropout", 0.0, "as attention_dropout"),

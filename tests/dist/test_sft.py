@@ -209,6 +209,59 @@ def test_loss_units(ranks: RankServer, starts: dict[str, Start], tmp_path: Path)
         assert gap < 1e-5, (unit, parameter)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, id=f"{kind}-{layout.name}")
+        for layout in LAYOUTS
+        for kind in ("dense", "moe")
+        if layout.name not in ("one", "dp2-fused") and (kind != "dense" or layout.dense)
+    ],
+)
+def test_samples_weigh_the_same_at_every_layout(
+    kind: str, layout: Layout, ranks: RankServer, starts: dict[str, Start], tmp_path: Path
+) -> None:
+    start = starts[kind]
+
+    def of(name: str, world: int, *more: str) -> Outcome:
+        argv = flags(start.model, start.data, tmp_path / name, "--init-from",
+                     str(start.checkpoint), "--sft-loss-unit", "sample", *more)  # fmt: skip
+        return run(ranks, tmp_path / f"{name}-job", world, argv)
+
+    want = of("alone", 1, "--no-packing", "--global-batch-size", str(len(LENGTHS)))
+    got = of("packed", layout.ranks, *layout.flags)
+    assert got.loss == pytest.approx(want.loss, rel=1e-5)
+    gap, parameter = worst(got.grads, want.grads)
+    assert gap < 1e-5, parameter
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_go_on_at_another_layout(ranks: RankServer, tmp_path: Path) -> None:
+    model = write_sft_model(tmp_path / "hf", "moe", router_aux_loss_coef=0.0)
+    data = write_data(tmp_path / "data.jsonl")
+
+    def go(name: str, world: int, *more: str) -> None:
+        argv = flags(model, data, tmp_path / name, "--epochs", "3", "--optimizer", "adam",
+                     "--use-distributed-optimizer", "--lora-rank", "4",
+                     "--lora-target-modules", "q_proj", "experts", *more)  # fmt: skip
+        for word in ("--no-save-optim", "--no-use-distributed-optimizer"):
+            argv.remove(word)
+        job = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
+        result = ranks.run("tests.dist.jobs:train", world, job, argv=argv, entry="sft")
+        assert result.values == [{"status": 0}] * world, result.logs[0].read_text()[-2000:]
+
+    # Both from one layout: random weights depend on it.
+    go("whole", 1)
+    go("parts", 1, "--exit-interval", "1")
+    go("parts", 2, "--ep", "2", "--exit-interval", "2")
+    go("parts", 2, "--tp", "2", "--etp", "2")
+    whole, parts = (metrics.read(tmp_path / name) for name in ("whole", "parts"))
+    losses = [[record["lm loss"] for record in records] for records in (whole, parts)]
+    assert len(losses[0]) == 3 and losses[0][2] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_padding_is_not_in_the_balancing_loss(ranks: RankServer, tmp_path: Path) -> None:
     """A pack with a padded end, cut over two ranks, gives what the full pack gives on one."""
     model = write_sft_model(tmp_path / "hf", "moe", router_aux_loss_coef=1.0)
@@ -273,6 +326,25 @@ def test_resume_in_the_middle_of_an_epoch(
     ]  # fmt: skip
     assert len(evaluations[0]) > 2 and len(set(evaluations[0])) > 2
     assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_half_precision_scales_the_loss(
+    ranks: RankServer, starts: dict[str, Start], tmp_path: Path
+) -> None:
+    """No step is lost to a scale that is too large, and losses are those of float32."""
+    start, losses = starts["dense"], []
+    for name, more in (("fp16", ("--fp16",)), ("fp32", ())):
+        argv = flags(start.model, start.data, tmp_path / name, "--init-from",
+                     str(start.checkpoint), "--epochs", "4", *more)  # fmt: skip
+        result = ranks.run("tests.dist.jobs:train", 1, tmp_path / f"{name}-job", argv=argv,
+                           entry="sft")  # fmt: skip
+        assert result.values == [{"status": 0}], result.logs[0].read_text()[-2000:]
+        records = metrics.read(tmp_path / name)
+        assert not any(record.get("skipped") for record in records)
+        losses.append([record["lm loss"] for record in records])
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert losses[1][-1] < losses[1][0] - 0.1
 
 
 def test_a_loss_that_is_no_number_names_its_sample(ranks: RankServer, tmp_path: Path) -> None:
