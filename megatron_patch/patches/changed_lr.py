@@ -112,6 +112,23 @@ def whole(pair: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def restarted(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the loading of the scheduler: its place is counted from where it was restarted."""
+
+    @functools.wraps(load_state_dict)
+    def wrapper(self: Any, state_dict: dict[str, Any]) -> Any:
+        from megatron.training import get_args
+
+        args = get_args()
+        step = getattr(args, "restart_schedule_at", None)
+        if step is not None:
+            place = args.consumed_train_samples - step * args.global_batch_size
+            state_dict = {**state_dict, "num_steps": place}
+        return load_state_dict(self, state_dict)
+
+    return wrapper
+
+
 _UPSTREAM = "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/optimizer.py"
 _WHEN = "groups are paired without their learning rates, or by name"
 _WHY = "a resume with another --lr or --min-lr ends in a KeyError on the parameter groups"
@@ -146,5 +163,17 @@ PATCHES = (
         why=_WHY,
         upstream=_UPSTREAM,
         remove_when=_WHEN,
+    ),
+    Patch(
+        name="restart-schedule",
+        target="megatron.core.optimizer_param_scheduler.OptimizerParamScheduler.load_state_dict",
+        mode="wrap",
+        func="megatron_patch.patches.changed_lr:restarted",
+        fingerprint=("9a81ff3d3c3de7e7",),
+        why="a finished run cannot go on with a new schedule: the scheduler's place is counted "
+        "from the first step of all",
+        upstream="https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/"
+        "optimizer_param_scheduler.py",
+        remove_when="upstream has a flag that begins the schedule anew at a step",
     ),
 )

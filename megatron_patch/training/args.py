@@ -1235,6 +1235,7 @@ def _length(
     plan.run = RunLength(iters, samples, tokens, epochs, said, data_tokens)
     _warmup(plan, put)
     _go_on(plan, put)
+    _restart_schedule(plan, put)
     _cadence(plan, put)
 
 
@@ -1297,6 +1298,58 @@ def _go_on(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
         f"the batch has changed to {batch} sequences{keeps}: {start.samples} were read in "
         f"{start.iteration} steps, {run.asked} makes {run.samples} in all, so {left} more steps "
         f"run, up to step {total}. The learning rate goes by sequences, its warm-up as it was"
+    )
+
+
+def _restart_schedule(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> None:
+    """``--restart-schedule-at``: decay to the run's end, counted from a step that has been trained.
+
+    The step stands in the flag, so that the same command goes on after an interruption.
+
+    Raises:
+        UserError: No such step, a run whose steps do not tell its sequences, or a flag that an
+            earlier start had and this one lacks.
+    """
+    step, start, run, values = plan.own.restart_schedule_at, plan.start, plan.run, plan.values
+    before = start.args.get("restart_schedule_at") if start is not None else None
+    if step is None:
+        if before is not None and not values["finetune"]:
+            raise UserError(
+                f"this run's schedule was restarted at step {before}: keep --restart-schedule-at "
+                f"{before}, or give another step to restart it there"
+            )
+        return
+    assert run is not None
+    flag = f"--restart-schedule-at {step}"
+    if start is None or not start.args:
+        raise UserError(f"{flag}: there is no checkpoint yet whose schedule could be restarted")
+    if not 0 < step <= start.iteration:
+        raise UserError(
+            f"{flag}: {start.folder} has trained {start.iteration} steps; the schedule restarts at "
+            "the step of a checkpoint, the run's last one as a rule"
+        )
+    if step >= run.iters:
+        raise UserError(f"{flag}: the run ends at step {run.iters} ({run.asked}); give it more")
+    batch = values["global_batch_size"]
+    if values["train_iters"] is None or start.samples != start.iteration * batch:
+        raise UserError(
+            f"{flag} needs a batch that was the same in all steps, and {start.samples} sequences "
+            f"in {start.iteration} steps are not {batch} each; go on with the schedule, or start a "
+            "new run from its weights (--init-from with another --output-dir)"
+        )
+    if values["use_checkpoint_opt_param_scheduler"]:
+        raise UserError(f"{flag} and --use-checkpoint-opt-param-scheduler contradict each other")
+    left = run.iters - step
+    if plan.given("lr_warmup_iters") and values["lr_warmup_iters"] >= left:
+        raise UserError(
+            f"--warmup-steps {values['lr_warmup_iters']} against {left} steps from step {step} to "
+            f"{run.iters}: the learning rate would never reach its peak"
+        )
+    if values["lr_decay_iters"] is None:
+        put({"lr_decay_iters": left}, f"{COMMAND_LINE} ({flag})")
+    plan.notes.append(
+        f"the schedule is restarted at step {step}: {values['lr_warmup_iters']} steps of warm-up, "
+        f"then down to its end at step {run.iters}"
     )
 
 

@@ -584,6 +584,16 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "N",
     ),
     OwnFlag(
+        "--restart-schedule-at",
+        (),
+        "restart_schedule_at",
+        "int",
+        _RUN,
+        "the learning rate's schedule begins anew at step N, warm-up and all, and ends with the "
+        "run: for going on with a finished one; keep the flag at later starts",
+        "N",
+    ),
+    OwnFlag(
         "--verify-checkpoint",
         (),
         "verify_checkpoint",
@@ -694,6 +704,7 @@ class OwnFlags:
     save_every_minutes: float | None = None
     keep_last: int | None = None
     keep_every: int | None = None
+    restart_schedule_at: int | None = None
     verify_checkpoint: bool = False
     flight_recorder: int | None = None
     swanlab_project: str | None = None

@@ -363,6 +363,8 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             args.use_persistent_ckpt_worker = False  # its process asks for a GPU
         # Not steps x batch where the batch has changed on the way: the data's order goes by it.
         args.planned_train_samples = plan.run.samples if plan.run else None
+        # Kept in the checkpoint, for later starts.
+        args.restart_schedule_at = plan.own.restart_schedule_at
         args.validation_sets = list(plan.validation_sets)
         args.validation_whole = plan.validation_whole
         config = model_config(

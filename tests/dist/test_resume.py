@@ -7,6 +7,7 @@ The optimizer is the distributed Adam throughout. Losses are the raw ones of `me
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,23 @@ def test_a_finished_run_is_extended(
     )
 
 
+def test_a_finished_run_restarts_its_schedule(
+    ranks: RankServer, inputs: Inputs, whole: Whole, tmp_path: Path
+) -> None:
+    """Ten steps once more after ten steps, interrupted on the way: the rates of the first ten."""
+    shutil.copytree(whole.output, tmp_path / "run")
+    again = ("--train-iters", "20", "--restart-schedule-at", "10", "--exit-interval", "13")
+    argv = command(inputs, "dense", tmp_path / "run", *again)
+    assert len(train(ranks, tmp_path / "a", 1, argv)) == 13
+    log = (tmp_path / "a" / "rank0.log").read_text()
+    assert "> the schedule is restarted at step 10: 2 steps of warm-up" in log
+    records = train(ranks, tmp_path / "b", 1, argv)
+    rates = [row["learning_rate"] for row in records]
+    assert rates[10:] == rates[:10] and len(set(rates)) > 8
+    assert [row["consumed_samples"] for row in records] == [4 * i for i in range(1, 21)]
+    assert losses(records)[10] < losses(records)[0] - 0.1, "weights and moments are kept"
+
+
 def test_another_batch_goes_on_by_sequences(
     ranks: RankServer, inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -229,7 +247,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
     records = train(ranks, tmp_path / "c", 2, argv)
     assert losses(records) == losses(whole)
     lines = (tmp_path / "run" / metrics.FILE).read_text().splitlines()
-    assert len(lines) == 11, "step 6 stands twice, nothing was overwritten"
+    steps = [line for line in lines if '"lm loss"' in line]
+    assert len(steps) == 11, "step 6 stands twice, nothing was overwritten"
 
 
 def test_weights_only_starts_anew(

@@ -101,6 +101,38 @@ def test_another_batch_in_a_ramp_is_refused(hf: str, out: Path) -> None:
         plan(hf, out, "--gbs", "16", *ramp)
 
 
+def test_a_restarted_schedule_ends_with_the_run(hf: str, out: Path) -> None:
+    result = plan(hf, out, "--restart-schedule-at", "100", "--warmup-steps", "5")
+    assert result.values["lr_decay_iters"] == 100 and result.values["train_iters"] == 200
+    assert any("restarted at step 100: 5 steps of warm-up" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--restart-schedule-at 101", "has trained 100 steps"),
+        ("--restart-schedule-at 0", "has trained 100 steps"),
+        ("--restart-schedule-at 100 --train-iters 100", "ends at step 100"),
+        ("--restart-schedule-at 100 --gbs 16", "800 sequences in 100 steps are not 16 each"),
+        ("--restart-schedule-at 100 --warmup-steps 150", "--warmup-steps 150 against 100 steps"),
+        ("--restart-schedule-at 100 --use-checkpoint-opt-param-scheduler", "contradict"),
+    ],
+)
+def test_a_schedule_that_cannot_be_restarted(hf: str, out: Path, flags: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        plan(hf, out, *flags.split())
+
+
+def test_a_restarted_schedule_stays_so(hf: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        plan(hf, tmp_path / "new", "--restart-schedule-at", "1")
+    later = tmp_path / "later"
+    write_checkpoint(later / "checkpoints", 120, restart_schedule_at=100)
+    with pytest.raises(UserError, match="keep --restart-schedule-at 100"):
+        plan(hf, later)
+    assert plan(hf, later, "--restart-schedule-at", "100").values["lr_decay_iters"] == 100
+
+
 # --- loading in part --------------------------------------------------------------------------
 
 
