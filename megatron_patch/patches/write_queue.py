@@ -48,7 +48,8 @@ def in_process(get_queue: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_queue)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _saves_asynchronously():
-            return get_queue(*args, **kwargs)
+            # A fork ends with this process (`util.let_forks_die_with_this`), a fresh one need not.
+            return get_queue(mp_mode="fork")
         if not own:
             own.append(InProcessQueue())
         return own[0]

@@ -43,7 +43,7 @@ def saved(output: Path) -> int:
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
-    """Records of steps in metrics.jsonl, as they stand; a last one that is cut off does not count."""
+    """Records of steps in metrics.jsonl, as they stand, without a last one that is cut off."""
     path = output / metrics.FILE
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
