@@ -842,6 +842,25 @@ def pickled_object(value: Any) -> bytes:
     return file.getvalue()
 
 
+def check_written(folder: Path, written: Iterable[Written]) -> None:
+    """Refuse to make a whole of files that lack what was written to them.
+
+    Raises:
+        UserError: Names the file.
+    """
+    ends: dict[str, int] = {}
+    for record in written:
+        ends[record.file] = max(ends.get(record.file, 0), record.start + record.length)
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        size = file.stat().st_size if file.exists() else 0
+        if size < end:
+            raise UserError(
+                f"{file} has {size} bytes, but {end} were written to it. Does every machine see "
+                f"the same disk? Write that part again."
+            )
+
+
 def write_metadata(
     folder: Path,
     tensors: Mapping[str, tuple[tuple[int, ...], str]],

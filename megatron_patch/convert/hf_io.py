@@ -35,6 +35,7 @@ from megatron_patch.convert.rows import (
     tensor_bytes,
     transposed_rows,
     unpacked_rows,
+    write_all,
     write_rows,
 )
 from megatron_patch.convert.rules import Stack, refuse_stack
@@ -435,11 +436,17 @@ def parts_of(target: Target, stack: Stack) -> tuple[Target, ...]:
 
 
 def create_shards(folder: Path, shards: Iterable[Shard]) -> None:
-    """Create the files with their headers and their full size."""
+    """Create the files with their headers and their full size.
+
+    Another machine may do the same, and may be writing tensors already: nothing is cut off.
+    """
     for shard in shards:
-        with (folder / shard.name).open("wb") as handle:
-            handle.write(shard.header)
-            handle.truncate(shard.size)
+        fd = os.open(folder / shard.name, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            write_all(fd, shard.header, 0)
+            os.ftruncate(fd, shard.size)
+        finally:
+            os.close(fd)
 
 
 class ShardWriter:

@@ -115,6 +115,7 @@ class Import:
             for key, offset, sizes, *rest in result["written"]
         ]
         written += self._write_objects(folder / RELEASE, len(results))
+        dist_io.check_written(folder / RELEASE, written)
         dist_io.write_metadata(folder / RELEASE, self.plan.tensors(), written)
         (folder / "hf").mkdir()
         left = hf_io.copy_companions(self.plan.hf_dir, folder / "hf", leave=(RECORD,))
@@ -285,9 +286,13 @@ def write_part(job: Job, output: Path, part: int, parts: int) -> None:
     marker = folder / _MARKER
     if marker.exists() and marker.read_text() not in ("", job.fingerprint()):
         raise UserError(f"{folder} is of another conversion; remove it first")
-    if not marker.exists() and any(folder.iterdir()):
+    # Another machine may be starting, too: its marker has another name until it is whole.
+    others = (entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    if not marker.exists() and any(others):
         raise UserError(f"{folder} holds files of something else; remove it first")
     atomic_write(marker, job.fingerprint())
+    # What an earlier try of this part left counts no longer, should this one be interrupted.
+    _record_of(folder, part).unlink(missing_ok=True)
     job.prepare(folder)
     progress = Progress(job.nbytes() // parts)
     done = 0
@@ -389,7 +394,11 @@ def _rename(folder: Path, output: Path) -> None:
 
 def _store(folder: Path, job: Job, part: int, parts: int, result: dict[str, Any]) -> None:
     record = {"fingerprint": job.fingerprint(), "part": part, "parts": parts, "result": result}
-    atomic_write(folder / f".part-{part:05d}.json", json.dumps(record))
+    atomic_write(_record_of(folder, part), json.dumps(record))
+
+
+def _record_of(folder: Path, part: int) -> Path:
+    return folder / f".part-{part:05d}.json"
 
 
 def _write_parts(job: Job, folder: Path, workers: int) -> list[dict[str, Any]]:
@@ -434,10 +443,7 @@ def _write_parts(job: Job, folder: Path, workers: int) -> list[dict[str, Any]]:
             if process.pid is not None:
                 process.join()
     progress.end(sum(counts))
-    return [
-        json.loads((folder / f".part-{part:05d}.json").read_text())["result"]
-        for part in range(workers)
-    ]
+    return [json.loads(_record_of(folder, part).read_text())["result"] for part in range(workers)]
 
 
 def _part_process(job: Job, folder: Path, part: int, parts: int, counts: Any) -> None:

@@ -168,6 +168,50 @@ def test_parts_on_their_own(tmp_path: Path, converted: tuple[Path, Path], capsys
     assert same(load(hf), load(tmp_path / "back"))
 
 
+def test_parts_that_start_together(tmp_path: Path, converted: tuple[Path, Path]) -> None:
+    """A machine that is later by a moment neither wipes nor refuses what the first one does."""
+    exported = stream.ExportJob(plan.plan_export(converted[1], max_shard=150_000))
+    folder = stream.partial_of(tmp_path / "back")
+    stream.write_part(exported, tmp_path / "back", 0, 2)
+    before = {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+    assert len(before) > 3
+    hf_io.create_shards(folder, exported.plan.shards)
+    assert before == {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+    (folder / ".conversion").rename(folder / ".conversion.partial")  # not renamed yet
+    for file in folder.glob("*.safetensors"):
+        file.rename(tmp_path / file.name)
+    stream.write_part(exported, tmp_path / "back", 1, 2)
+    for name in before:
+        (tmp_path / name).unlink()
+    stream.write_part(exported, tmp_path / "back", 0, 2)
+    stream.merge_parts(exported, tmp_path / "back")
+    assert same(load(converted[0]), load(tmp_path / "back"))
+
+
+def test_a_part_that_was_begun_again_counts_no_longer(
+    tmp_path: Path, converted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf, _ = converted
+    job, out = stream.Import(plan.plan_import(hf)), tmp_path / "m"
+    for part in (0, 1):
+        stream.write_part(job, out, part, 2)
+    record = stream.partial_of(out) / "release" / "__1_0.distcp"
+    content = record.read_bytes()
+    record.write_bytes(content[:-1])
+    with pytest.raises(UserError, match=r"__1_0\.distcp has \d+ bytes"):
+        stream.merge_parts(job, out)
+    record.write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist_io.DistWriter, "close", lambda _: (_ for _ in ()).throw(OSError("gone")))
+        with pytest.raises(OSError, match="gone"):
+            stream.write_part(job, out, 1, 2)
+    with pytest.raises(UserError, match="part 2 is not written yet"):
+        stream.merge_parts(job, out)
+    stream.write_part(job, out, 1, 2)
+    stream.merge_parts(job, out)
+    assert verify.verify(hf, out).passed
+
+
 @pytest.mark.parametrize("head", [False, True])
 def test_a_tied_head_is_written_where_it_was(head: bool, tmp_path: Path) -> None:
     hf = source(tmp_path / "hf", "f1")
