@@ -74,12 +74,16 @@ class Nodes:
         """What node k showed at the last start."""
         return self.place / f"start{self.starts}-node{k}.txt"
 
-    def show(self, *, last: int = 12) -> None:
-        """Print the terminals, without the middle of the steps."""
+    def show(self) -> None:
+        """Print what of the terminals is about the nodes, the steps and the end."""
+        telling = re.compile(
+            r"megatron_patch|world:|this is|all here|waiting|> \d+ ranks|> finished|> lm loss|error|"
+            r"the whole|>.*(checkpoint|goes on)| \[?.*iteration +(\d*[05]|11) ?[|/]"
+        )
         for k in (0, 1):
             lines = self.terminal(k).read_text(errors="replace").splitlines()
-            cut = [*lines[: 2 * last], "...", *lines[-last:]] if len(lines) > 3 * last else lines
-            print(f"\n--- start {self.starts}, terminal of node {k}", *cut, sep="\n")
+            told = [line[:200] for line in lines if telling.match(line)]
+            print(f"\n--- start {self.starts}, terminal of node {k}", *told, sep="\n")
 
 
 def tree(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
