@@ -77,8 +77,8 @@ class Nodes:
     def show(self) -> None:
         """Print what of the terminals is about the nodes, the steps and the end."""
         telling = re.compile(
-            r"megatron_patch|world:|this is|all here|waiting|> \d+ ranks|> finished|> lm loss|error|"
-            r"the whole|>.*(checkpoint|goes on)| \[?.*iteration +(\d*[05]|11) ?[|/]"
+            r"megatron_patch|world:|this is|all here|waiting|> \d+ ranks|> finished|> lm loss|"
+            r"error|the whole|>.*(checkpoint|goes on)| \[?.*iteration +(\d*[05]|11) ?[|/]"
         )
         for k in (0, 1):
             lines = self.terminal(k).read_text(errors="replace").splitlines()
