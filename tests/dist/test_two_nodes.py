@@ -103,7 +103,8 @@ def nodes(tmp_path: Path) -> Nodes:
         tmp_path,
         [
             *("--hf-model", str(model), "--data-path", str(tmp_path / "corpus")),
-            *("--output-dir", str(tmp_path / "run"), "--tp", "1"),
+            # Each node's working directory is its own, and so is this cache.
+            *("--output-dir", str(tmp_path / "run"), "--data-cache-path", "index"),
             *("--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8"),
             *("--save-interval", "10", "--lr", "1e-3", "--warmup-steps", "5", "--seed", "11"),
         ],
@@ -155,12 +156,14 @@ def test_a_lost_node_is_named_and_the_run_goes_on(
     nodes.show()
     shown = nodes.terminal(0).read_text()
     assert "holds a checkpoint: the run goes on from it" in shown
+    assert all(list((nodes.place / f"node{k}/here/index").rglob("*.npy")) for k in (0, 1))
     steps = [int(n) for n in re.findall(r"^ iteration (\d+) \| lm", shown, re.M)]
     print("steps of the second start on node 0's terminal:", steps[:3], "...", steps[-3:])
     assert steps[0] == 11 and steps[-1] == STEPS
 
     resumed = [row["lm loss"] for row in metrics.read(nodes.place / "run")]
     argv = [*nodes.flags, "--train-iters", str(STEPS), "--output-dir", str(nodes.place / "whole")]
+    argv += ["--data-cache-path", str(nodes.place / "index")]
     ranks.run("tests.dist.jobs:train", 2, nodes.place / "job", argv=argv)
     right = [row["lm loss"] for row in metrics.read(nodes.place / "whole")]
     assert len(right) == STEPS and resumed == right, "every loss of both starts is the right one"
