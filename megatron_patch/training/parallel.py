@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_patch import _compat
 from megatron_patch.data import blend
 from megatron_patch.models.hf_config import largest_token
+from megatron_patch.models.registry import get_family
 from megatron_patch.models.rope import is_plain
 from megatron_patch.training import memory, sinks
 from megatron_patch.training.args import (
@@ -387,7 +388,8 @@ def _model_refusals(plan: Plan, model: ModelSpec) -> Iterator[str]:
     if further != len(model.mtp):
         yield (
             f"--mtp-num-layers {further}, but config.json says {len(model.mtp)} "
-            f"(num_nextn_predict_layers): change it there, so that weights and exports agree"
+            f"({get_family(model.family).mtp_key}): change it there, so that weights and exports "
+            f"agree"
         )
     if model.groups_by_best is not None:
         for dest in ("moe_router_fusion", "moe_enable_routing_replay"):
