@@ -166,6 +166,10 @@ class ModelFamily:
         layers, mtp, details = self.layers(hf), self.mtp(hf), self.details(hf)
         if mtp:
             args["mtp_num_layers"] = len(mtp)
+            if isinstance(args.get("linear_attention_freq"), list):
+                # Upstream's count of operations wants one entry for each of these layers, too; the
+                # model's own list is cut where its layers are made (`modules.gated_delta`).
+                args["linear_attention_freq"] += [int(one.attention == "delta") for one in mtp]
             notes.append(_mtp_note(len(mtp), self.mtp_key))
         self._refuse_unknown(hf)
         for key, value in hf.defaulted:

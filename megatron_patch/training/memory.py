@@ -172,8 +172,10 @@ def moe_layers(values: Mapping[str, Any]) -> list[bool]:
 
 def linear_layers(values: Mapping[str, Any]) -> list[bool]:
     """For every decoder layer, whether its attention is linear (Gated DeltaNet)."""
-    freq = values["linear_attention_freq"]
-    return _pattern(freq, values["num_layers"], "--linear-attention-freq", False)
+    freq, layers = values["linear_attention_freq"], values["num_layers"]
+    if isinstance(freq, list) and len(freq) == layers + (values["mtp_num_layers"] or 0):
+        freq = freq[:layers]  # the rest is that of multi-token prediction
+    return _pattern(freq, layers, "--linear-attention-freq", False)
 
 
 def virtual_stages(values: Mapping[str, Any]) -> int:

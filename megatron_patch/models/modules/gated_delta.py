@@ -48,10 +48,13 @@ def layer_spec(config: Any, vp_stage: int | None) -> Any:
         config: the `GPTModelConfig`.
         vp_stage: virtual pipeline stage, or None.
     """
-    config.transformer.experimental_attention_variant = VARIANT
+    inner = config.transformer
+    inner.experimental_attention_variant = VARIANT
+    if isinstance(inner.linear_attention_freq, list):
+        inner.linear_attention_freq = inner.linear_attention_freq[: inner.num_layers]
     spec = default_layer_spec(config, vp_stage)
-    if config.transformer.mtp_num_layers is not None:
-        config.transformer.experimental_attention_variant = None
+    if inner.mtp_num_layers is not None:
+        inner.experimental_attention_variant = None
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention
         if attention.module is GatedDeltaNet:
