@@ -353,20 +353,14 @@ def te_problem(*, use_cache: bool = True) -> Problem | None:
     return None
 
 
-def diagnose(*, import_here: bool = False) -> list[Problem]:
+def diagnose() -> list[Problem]:
     """What would kill or spoil ``import megatron.core``; empty if nothing is known to.
 
-    Args:
-        import_here: Import Transformer Engine in this process, which a training rank does anyway,
-            in place of a child process (once per installation, by a node's first rank).
+    Transformer Engine is tried by a child process, once per installation, by a node's first rank.
     """
-    problems = _version_problems()
-    if problems:
+    if problems := version_problems():
         return problems
-    if import_here:
-        broken = te_problem_here()
-    else:
-        broken = te_problem() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    broken = te_problem() if os.environ.get("LOCAL_RANK", "0") == "0" else None
     return [broken] if broken else []
 
 
@@ -381,7 +375,7 @@ def te_problem_here() -> Problem | None:
     return None
 
 
-def _version_problems() -> list[Problem]:
+def version_problems() -> list[Problem]:
     """Packages without which nothing runs: absent or of a version that is not supported."""
     problems = []
     for what, text in (
@@ -445,7 +439,7 @@ _ENVIRONMENT = re.compile(r"^(CUDA_|NCCL_|NVTE_|GLOO_|UCX_|TORCH_|PYTORCH_|OMP_N
 
 def gather() -> dict[str, Any]:
     """Everything that ``megatron-patch info`` prints, JSON-able."""
-    problems = _version_problems()
+    problems = version_problems()
     gpus, driver, smi_error = _nvidia_smi()
     torch: dict[str, Any] = {}
     if find_spec("torch"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable
@@ -303,6 +304,28 @@ def _device_mode() -> Any:
     return CpuForCuda()
 
 
+#: Packages that Megatron-Core takes whenever they can be imported; their kernels need a GPU.
+_GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
+_hidden: dict[str, Any] = {}
+
+
+def _hide_gpu_packages() -> None:
+    """Importing one fails as if it were not installed: Megatron-Core has a way without each."""
+    for name in [*_GPU_PACKAGES, *sys.modules]:
+        if name.partition(".")[0] in _GPU_PACKAGES and name not in _hidden:
+            _hidden[name] = sys.modules.get(name, _hidden)  # itself: was not there
+            sys.modules[name] = None  # type: ignore[assignment]
+
+
+def _show_gpu_packages() -> None:
+    for name, module in _hidden.items():
+        if module is _hidden:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = module
+    _hidden.clear()
+
+
 def enable() -> None:
     """Answer for CUDA on this process; idempotent.
 
@@ -318,6 +341,7 @@ def enable() -> None:
         raise RuntimeError("the CPU platform is never used where CUDA is available")
     # TorchDynamo compiles small fused functions for a GPU; on CPU the compile costs more than it
     # gives and needs a C++ compiler. Read when megatron.core decorates them, so set before.
+    _hide_gpu_packages()
     _dynamo_before = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     registry.apply(group="cpu")
@@ -333,6 +357,7 @@ def disable() -> None:
         return
     _mode.__exit__(None, None, None)
     _mode = None
+    _show_gpu_packages()
     logging.getLogger(_RNG_LOGGER).removeFilter(_one_generator)
     # Those of modules that few models have are put in force by these, under the same prefix.
     registry.revert([name for name in registry.applied() if name.startswith("cpu:")])

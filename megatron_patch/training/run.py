@@ -150,11 +150,12 @@ def set_up(argv: Sequence[str], resolve: Callable[..., Plan] | None = None) -> P
     from megatron_patch.training import flags, resume, startup
     from megatron_patch.training.parallel import check, end_warnings
 
-    problems = [str(p) for p in info.diagnose(import_here=True) if p.fatal]
-    if problems:
+    if problems := [str(p) for p in info.version_problems() if p.fatal]:
         raise UserError("; ".join(problems))
     asked = flags.parse(argv).get("device")
     device = detect.choose(asked.value if asked else None)
+    if device == "cuda" and (broken := info.te_problem_here()) and broken.fatal:
+        raise UserError(str(broken))
     startup.mark(
         "torch" if _compat.installed_version("transformer-engine") is None else "torch, TE"
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
@@ -330,3 +332,20 @@ def test_every_torch_record_has_a_fingerprint_and_a_way_out():
         assert patch.fingerprint
         assert patch.why
         assert patch.remove_when
+
+
+def test_packages_for_gpus_are_as_if_not_installed(monkeypatch):
+    """Megatron-Core takes their kernels wherever they import, as on a GPU image without its GPU."""
+    apex, inner = types.ModuleType("apex"), types.ModuleType("apex.optimizers")
+    monkeypatch.setitem(sys.modules, "apex", apex)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", inner)
+    cpu._hide_gpu_packages()
+    try:
+        for name in ("apex", "apex.optimizers", "transformer_engine.pytorch"):
+            with pytest.raises(ImportError):
+                importlib.import_module(name)
+        assert importlib.util.find_spec("transformer_engine") is None
+    finally:
+        cpu._show_gpu_packages()
+    assert importlib.import_module("apex.optimizers") is inner
+    assert "transformer_engine" not in sys.modules
