@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+#: A word of the command line of what starts ranks.
+_LAUNCHER = re.compile(rb"torch\.distributed\.(run|launch)|(.*/)?torchrun|megatron_patch(\.launch)?")
 
 
 def _process_start(pid: int) -> float:
@@ -28,8 +33,8 @@ def _process_start(pid: int) -> float:
 def _launcher_start(start: float) -> float:
     """When the process that started this one did, where that is a launcher of ranks."""
     try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-        if b"torch.distributed" in words or b"torchrun" in words or b"megatron_patch" in words:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
+        if any(_LAUNCHER.fullmatch(word) for word in words):
             return min(start, _process_start(os.getppid()))
     except OSError:
         pass
