@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 #: A word of the command line of what starts ranks.
-_LAUNCHER = re.compile(rb"torch\.distributed\.(run|launch)|(.*/)?torchrun|megatron_patch(\.launch)?")
+_LAUNCHER = re.compile(rb"torch\.distributed\.run|(.*/)?torchrun|megatron_patch(\.launch)?")
 
 
 def _process_start(pid: int) -> float:
