@@ -96,7 +96,7 @@ CASES = [
     pytest.param("qwen3-next", "pp2", False, marks=pytest.mark.slow),
     ("qwen3-next", "tp2-etp2", True),
     pytest.param("qwen3.5", "tp2", False, marks=pytest.mark.slow),
-    ("qwen3.5", "pp2", True),
+    pytest.param("qwen3.5", "pp2", True, marks=pytest.mark.slow),
     pytest.param("qwen3.5-moe", "tp2-etp2", True, marks=pytest.mark.slow),
     pytest.param("qwen3.5-moe", "ep2", False, marks=pytest.mark.slow),
     ("gpt-oss", "tp2", True),
