@@ -648,7 +648,7 @@ class Link:
             elif "ended" in message:
                 peer.ended = True
                 status, error = int(message["ended"]), message.get("error")
-                if status and not message.get("because"):
+                if status:
                     what = f"ended with status {status}{f': {error}' if error else ''}"
                     if status > 128:
                         what = f"is lost: its processes were ended by signal {status - 128}"
@@ -693,7 +693,7 @@ class Link:
             self._came.wait(patience)
         news = self.news  # what comes after this member's own end is not its reason
         for peer in self._peers.values():
-            peer.send({"ended": status, "error": error, "because": news is not None})
+            peer.send({"ended": status, "error": error})
         self._done.set()
         if self._thread is not None:
             self._thread.join(5)

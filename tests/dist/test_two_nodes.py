@@ -122,33 +122,40 @@ def wait_for_step(nodes: Nodes, job: subprocess.Popen[bytes], step: int) -> None
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("lost", [1, 0])
-@pytest.mark.parametrize("whole", [False, True], ids=["agent", "machine"])
+@pytest.mark.parametrize("what", ["agent", "machine", "frozen"])
 def test_a_lost_node_is_named_and_the_run_goes_on(
-    nodes: Nodes, ranks: RankServer, lost: int, whole: bool
+    nodes: Nodes, ranks: RankServer, lost: int, what: str
 ) -> None:
-    """The agent (torchrun) with its ranks is killed, or all that the machine ran."""
+    """The agent (torchrun) and its ranks are killed, all of the machine is, or it falls silent."""
     jobs = nodes.start()
     try:
         wait_for_step(nodes, jobs[0], 14)
         victims, other = tree(jobs[lost]), tree(jobs[1 - lost])
-        if whole:
+        if what == "machine":
             jobs[lost].kill()
+        if what == "frozen":
+            jobs[lost].send_signal(signal.SIGSTOP)
         for process in victims:
-            process.kill()
+            process.suspend() if what == "frozen" else process.kill()
         begun = time.monotonic()
         status = jobs[1 - lost].wait(timeout=60)
         took = time.monotonic() - begun
+        if what == "frozen":
+            jobs[lost].kill()
+            for process in victims:
+                process.kill()
         killed = jobs[lost].wait(timeout=60)
     finally:
         for job in jobs:
             job.kill()
     nodes.show()
     print(f"\nnode {1 - lost} ended {took:.1f} s after node {lost} was lost, status {status}")
-    assert (status, killed) == (75, -signal.SIGKILL if whole else 137)
+    assert (status, killed) == (75, 137 if what == "agent" else -signal.SIGKILL)
     shown = nodes.terminal(1 - lost).read_text()
     (line,) = [x for x in shown.splitlines() if x.startswith(f"error: node {lost}")]
     assert line.startswith(f"error: node {lost} (gpu-{'ab'[lost]}) is lost: ")
     assert "Traceback" not in shown
+    psutil.wait_procs([*victims, *other], timeout=10)
     assert not alive([*victims, *other]), "a process outlived the run"
 
     jobs = nodes.start()
