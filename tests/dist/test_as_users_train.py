@@ -84,7 +84,7 @@ class Bench:
         assert result.values == [{"status": 0}] * world
         rows = [json.loads(line) for line in (output / metrics.FILE).read_text().splitlines()]
         return Run(
-            [row["lm loss"] for row in rows if "evaluation" not in row],
+            [row["lm loss"] for row in rows if not {"evaluation", "event"} & row.keys()],
             [(r["iteration"], r["evaluation"], r["lm loss"]) for r in rows if "evaluation" in r],
         )
 
