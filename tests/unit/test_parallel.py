@@ -737,7 +737,8 @@ def test_no_more_is_offloaded_than_does_not_fit(tmp_path: Path) -> None:
 def test_an_attention_backend_that_cannot_run(
     tmp_path: Path, flags: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron-Core sets them in the process it runs in
+        monkeypatch.delenv(f"NVTE_{name}_ATTN", raising=False)
     if "unfused" in flags:
         monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
     environment = args.Environment(te=True, deep_ep=False)
