@@ -377,7 +377,7 @@ def unpacked_rows(blocks: FileRows, scales: FileRows) -> HeldRows:
         import torch
 
         pairs = _mxfp4_pairs()[whole(blocks).int()].view(rows, count, MXFP4_BLOCK)
-        powers = torch.ldexp(torch.ones(()), whole(scales).int() - 127)
+        powers = torch.tensor([2.0 ** (byte - 127) for byte in range(256)])[whole(scales).int()]
         return (pairs * powers[..., None]).bfloat16().view(rows, -1)
 
     return HeldRows((rows, count * MXFP4_BLOCK), "bfloat16", make)

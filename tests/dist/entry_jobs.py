@@ -71,7 +71,7 @@ def balancing(
 def reading(
     rank: int, world_size: int, directory: Path, argv: list[str], cut: str | None = None
 ) -> dict[str, Any]:
-    """Train from Hugging Face files; how many bytes this rank read of them.
+    """Train from Hugging Face files; how many bytes of weights and of headers this rank read.
 
     Args:
         rank: global rank.
@@ -82,15 +82,15 @@ def reading(
     """
     from megatron_patch.convert import hf_io, load
 
-    count = {"bytes": 0}
+    count = {"bytes": 0, "headers": 0}
 
-    def counted(function: Any) -> Any:
+    def counted(function: Any, kind: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             before = _characters()
             try:
                 return function(*args, **kwargs)
             finally:
-                count["bytes"] += _characters() - before
+                count[kind] += _characters() - before
 
         return call
 
@@ -100,10 +100,11 @@ def reading(
                 file.truncate(Path(cut).stat().st_size // 2)
         return inner(stages, source)
 
-    hf_io.read_model, inner = counted(hf_io.read_model), counted(load.load)
+    hf_io.read_model = counted(hf_io.read_model, "headers")
+    inner = counted(load.load, "bytes")
     load.load = cutting
     status = jobs.train(rank, world_size, directory, argv, weights=True)["status"]
-    return {"status": status, "bytes": count["bytes"]}
+    return {"status": status, **count}
 
 
 def _characters() -> int:

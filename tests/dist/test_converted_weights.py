@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_patch.convert import commands, dist_io, hf_io
+from megatron_patch.convert import commands, dist_io
 from megatron_patch.data.idxmap import Writer
 from megatron_patch.training import metrics
 from tests.dist.harness import RankServer
@@ -173,8 +173,9 @@ def test_training_starts_from_it(
         result = ranks.run("tests.dist.entry_jobs:reading", world, tmp_path / "job", argv=argv)
         read = sum(value.pop("bytes") for value in result.values)
         held = sum(file.stat().st_size for file in start.hf.glob("*.safetensors"))
-        # Beside the weights, every rank reads the headers.
-        assert held * 0.9 < read - world * _headers(start.hf) < 1.1 * held
+        assert held * 0.9 < read < 1.1 * held
+        # Beside the weights, a few looks at the headers, in blocks of the file buffer.
+        assert all(value.pop("headers") < held for value in result.values)
     else:
         result = ranks.run(
             "tests.dist.jobs:train", world, tmp_path / "job", argv=argv, weights=True
@@ -187,14 +188,6 @@ def test_training_starts_from_it(
     for name, value in weights.items():
         assert np.array_equal(value, start.tensors[name]), name
     _exports(start, tmp_path, layout)
-
-
-def _headers(folder: Path) -> int:
-    """Bytes of the headers and of the index."""
-    sizes = [(folder / hf_io.INDEX).stat().st_size]
-    for file in folder.glob("*.safetensors"):
-        sizes.append(8 + int.from_bytes(file.read_bytes()[:8], "little"))
-    return sum(sizes)
 
 
 def flags(start: Converted, output: Path, weights: Path, *more: str) -> list[str]:
