@@ -1044,11 +1044,16 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
         if not plan.given("exit_on_missing_checkpoint"):
             put({"exit_on_missing_checkpoint": True}, LAUNCH_DEFAULT)
     if own.init_from:
-        weights, from_hf = initial_weights(own.init_from)
+        weights, from_hf, step = initial_weights(own.init_from)
         if not from_hf:
             put({"pretrained_checkpoint": weights}, f"{COMMAND_LINE} (--init-from)")
             if values["load"] is None:
                 raise UserError("--init-from needs --output-dir, which the run goes on from later")
+            if step is not None and plan.given("ckpt_step") and values["ckpt_step"] != step:
+                raise UserError(
+                    f"--init-from {own.init_from} is step {step}, --ckpt-step says "
+                    f"{values['ckpt_step']}; give one of them"
+                )
         if has_own:
             plan.notes.append(
                 f"--init-from is not used: {own.output_dir} has a checkpoint and goes on from it"
@@ -1056,8 +1061,11 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
         elif from_hf:
             if not own_load:
                 plan.weights = _hf_weights(plan, weights)
-        else:
-            resume.read(weights)
+        elif not own_load:
+            # Upstream takes this step of whatever it starts from, so a resume must not have it.
+            if step is not None:
+                put({"ckpt_step": step}, f"{COMMAND_LINE} (--init-from)")
+            resume.read(weights, values["ckpt_step"])
     if own_load or has_own:
         plan.start = resume.read(values["load"], values["ckpt_step"])
     _partial_loads(plan, has_own, own_load)
@@ -1108,27 +1116,38 @@ def has_checkpoint(directory: str | os.PathLike[str]) -> bool:
         return False
 
 
-def initial_weights(directory: str) -> tuple[str, bool]:
-    """The directory that ``--init-from`` names, and whether it holds Hugging Face files.
+def initial_weights(directory: str) -> tuple[str, bool, int | None]:
+    """What ``--init-from`` names.
+
+    Returns:
+        The directory, whether it holds Hugging Face files, and the step of it to take where one is
+        named: ``iter_0000100``, or a link to one, as ``best`` is; None: what its tracker says.
 
     Raises:
-        UserError: Not a directory, neither a checkpoint nor Hugging Face files in it, or a single
-            step's directory.
+        UserError: Not a directory, neither a checkpoint nor Hugging Face files in it, or a step
+            that its tracker file hides.
     """
     path = Path(directory)
     if not path.is_dir():
         raise UserError(f"--init-from {directory}: no such directory")
     if has_checkpoint(path):
-        return directory, False
+        return directory, False, None
     if has_checkpoint(path / "checkpoints"):
-        return str(path / "checkpoints"), False
-    if re.fullmatch(r"iter_\d{7}|release", path.name) and has_checkpoint(path.parent):
-        raise UserError(
-            f"--init-from {directory}: name the directory above, {path.parent}, whose {TRACKER} "
-            "says which step is taken"
-        )
+        return str(path / "checkpoints"), False, None
+    place = path.resolve() if path.is_symlink() else path
+    named = re.fullmatch(r"iter_(\d{7,})|release", place.name)
+    if named and has_checkpoint(place.parent):
+        tracked = resume.latest(place.parent)
+        if tracked == place.name:
+            return str(place.parent), False, None if named[1] is None else int(named[1])
+        if named[1] is None or tracked == "release":
+            raise UserError(
+                f"--init-from {directory}: {place.parent / TRACKER} names {tracked}, so Megatron "
+                f"loads that; write {'release' if named[1] is None else int(named[1])} into it"
+            )
+        return str(place.parent), False, int(named[1])
     if (path / "config.json").exists():
-        return directory, True
+        return directory, True, None
     raise UserError(
         f"--init-from {directory}: neither a Megatron checkpoint ({TRACKER} is missing) nor "
         "Hugging Face files (config.json is missing)"

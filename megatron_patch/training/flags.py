@@ -191,7 +191,8 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "init_from",
         "str",
         _MODEL,
-        "start from these weights only: iteration 0, fresh optimizer, schedule and data",
+        "start from these weights only: iteration 0, fresh optimizer, schedule and data. A Hugging "
+        "Face directory, a run, its checkpoints/ or one step of them (checkpoints/best)",
         "DIR",
     ),
     OwnFlag(

@@ -264,3 +264,23 @@ def test_weights_only_starts_anew(
     records = train(ranks, tmp_path / "d", 1, argv)
     assert [row["iteration"] for row in records] == list(range(1, 11))
     assert "--init-from is not used" in (tmp_path / "d" / "rank0.log").read_text()
+
+
+def test_weights_of_one_step(
+    ranks: RankServer, inputs: Inputs, whole: Whole, tmp_path: Path
+) -> None:
+    """A link to an older step gives that step's weights, and a resume takes none of it."""
+    steps = sorted((whole.output / "checkpoints").glob("iter_*"))
+    assert len(steps) > 1
+    link = tmp_path / "best"
+    link.symlink_to(steps[0])
+    argv = command(
+        inputs, "dense", tmp_path / "run", "--init-from", str(link), "--exit-interval", "5"
+    )
+    first = train(ranks, tmp_path / "a", 1, argv)[0]["lm loss"]
+    argv[argv.index(str(link))] = str(whole.output)
+    argv[argv.index(str(tmp_path / "run"))] = str(tmp_path / "newest")
+    assert abs(first - train(ranks, tmp_path / "b", 1, argv)[0]["lm loss"]) > 0.01
+    argv[argv.index(str(tmp_path / "newest"))] = str(tmp_path / "run")
+    argv[argv.index(str(whole.output))] = str(link)
+    assert [row["iteration"] for row in train(ranks, tmp_path / "c", 1, argv)][-1] == 10

@@ -499,19 +499,42 @@ def test_init_from(hf: str, tmp_path: Path) -> None:
     # Weights only: upstream starts from iteration 0 with nothing else once `load` holds nothing.
     assert not (values["no_load_optim"] or values["no_load_rng"])
     run = write_checkpoint(tmp_path / "run" / "checkpoints").parent
-    assert args.initial_weights(str(run)) == (str(run / "checkpoints"), False)
-    assert args.initial_weights(hf) == (hf, True)
-    step = weights / "iter_0000100"
+    assert args.initial_weights(str(run)) == (str(run / "checkpoints"), False, None)
+    assert args.initial_weights(hf) == (hf, True, None)
+    (tmp_path / "weights" / "release").mkdir()
     for bad, text in (
         (hf, "no safetensors files"),
         (str(tmp_path / "no"), "no such directory"),
-        (str(step), "name the directory above"),
+        (str(weights / "release"), "names iter_0000100, so Megatron loads that; write release"),
         (str(tmp_path), "neither"),
     ):
         with pytest.raises(UserError, match=text):
             plan(hf, "--init-from", bad, "--output-dir", out)
     with pytest.raises(UserError, match="--output-dir"):
         plan(hf, "--init-from", str(weights))
+
+
+def test_init_from_one_step(hf: str, tmp_path: Path) -> None:
+    run = tmp_path / "run" / "checkpoints"
+    write_checkpoint(run, 50)
+    write_checkpoint(run, 100)
+    (run / "best").symlink_to("iter_0000050")
+    own = tmp_path / "own"
+    start = ("--output-dir", str(own), "--init-from")
+    for name, step in (("best", 50), ("iter_0000050", 50), ("iter_0000100", 100)):
+        values = plan(hf, *start, str(run / name)).values
+        assert values["pretrained_checkpoint"] == str(run) and values["ckpt_step"] == step, name
+    assert plan(hf, *start, str(run)).values["ckpt_step"] is None
+    assert plan(hf, *start, str(run), "--ckpt-step", "50").values["ckpt_step"] == 50
+    with pytest.raises(UserError, match="is step 50, --ckpt-step says 100"):
+        plan(hf, *start, str(run / "best"), "--ckpt-step", "100")
+    # Once the run has a checkpoint of its own, that one counts, and its newest step.
+    write_checkpoint(own / "checkpoints", 7)
+    assert plan(hf, *start, str(run / "best")).values["ckpt_step"] is None
+    (run / args.TRACKER).write_text("release")
+    (run / "release").mkdir()
+    with pytest.raises(UserError, match=r"names release, .*write 50 into it"):
+        plan(hf, *start, str(run / "best"))
 
 
 # --- world and device -------------------------------------------------------------------------
