@@ -571,7 +571,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         "int",
         _RUN,
         "keep the newest N checkpoints, and remove older ones once a newer one is whole; the best "
-        "by validation loss and the last before a jump of the loss stay as well",
+        "by validation loss and the last before a jump of loss or gradient norm stay as well",
         "N",
         default="all",
     ),

@@ -1,7 +1,7 @@
 """Which checkpoints of a run stay, and what `latest` and `best` point to.
 
 The newest few stay, milestones, the one with the lowest validation loss, and the last one before
-the loss jumped.
+the loss or the gradient norm jumped.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Keeper:
         last: see `superfluous`; None: nothing is removed.
         every: see `superfluous`.
         losses: validation losses of earlier starts, by step.
-        jumps: steps of earlier starts at which the loss jumped.
+        jumps: steps of earlier starts at which a figure jumped.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Keeper:
         self._seen = None
 
     def jumped(self, step: int) -> None:
-        """The loss jumped at a step: the checkpoint before it stays."""
+        """A figure jumped at a step: the checkpoint before it stays."""
         self._jump = step
 
     def look(self) -> None:

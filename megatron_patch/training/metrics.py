@@ -29,10 +29,12 @@ from megatron_patch.util import UserError, atomic_write
 FILE = "metrics.jsonl"
 
 
-#: A jump of the loss is told against the median of so many steps before it, once there are enough.
-_WINDOW, _ENOUGH = 100, 20
-#: It is one above so many (robust) standard deviations and this share of the median.
-_DEVIATIONS, _SHARE = 6.0, 0.1
+#: A jump is told against the median of so many steps before it, once there are enough. So many of
+#: them in a row are the new level.
+_WINDOW, _ENOUGH, _LEVEL = 100, 20, 5
+#: What is watched, its name in the event and how far above the median is a jump: so many (robust)
+#: standard deviations and this share of the median. Gradient norms vary by much more than losses.
+_WATCHED = {"lm loss": ("loss", 6.0, 0.1), "grad_norm": ("gradient norm", 12.0, 3.0)}
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Recorder:
         describe: further values of a step, which is counted from 0; they win.
         each_step: called on rank 0 after every step.
         evaluated: called on rank 0 with the step and its validation loss (the mean over the sets).
-        jumped: called on rank 0 with the step at which the loss jumped.
+        jumped: called on rank 0 with the step at which the loss or the gradient norm jumped.
         sinks: where the figures go beside the file, on rank 0.
         peak_flops: of a device, for its share.
     """
@@ -96,7 +98,8 @@ class Recorder:
         self.data_wait = self.save_stall = 0.0
         #: On rank 0: the step that jumped, until all ranks have said what they know of it.
         self.jump: dict[str, Any] | None = None
-        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._usual = {key: deque[float](maxlen=_WINDOW) for key in _WATCHED}
+        self._row = dict.fromkeys(_WATCHED, 0)
         #: Evaluation -> step of its last record.
         self._evaluated: dict[str, int] = {}
         #: Step of the last validation and the losses of its sets.
@@ -189,7 +192,7 @@ class Recorder:
         return f"sequences {done - batch} to {done - 1} of the run"
 
     def look_back(self, wanted: bool) -> None:
-        """Say which micro-batch made the loss of the step before jump; all ranks take part.
+        """Say which micro-batch was the worst of the step before, a jump; all ranks take part.
 
         Args:
             wanted: what all ranks have agreed on.
@@ -207,31 +210,35 @@ class Recorder:
             rank, name, loss = max(found, key=lambda one: one[2])
             jump |= {"rank": rank, "samples": name, "micro_batch_loss": loss}
         self._write(jump)
-        words = f"step {jump['iteration']}: the loss jumped to {jump['loss']:.4f} from "
+        what = next(name for name, *_ in _WATCHED.values() if name in jump)
+        words = f"step {jump['iteration']}: the {what} jumped to {jump[what]:.4f} from "
         words += f"{jump['median']:.4f}, the median of the steps before"
         if found:
             words += f"; highest micro-batch: {_culprit(rank, name, loss)}"
         print(f"> {words}", flush=True)
 
-    def _watch(self, iteration: int, values: dict[str, float]) -> None:
-        """Notice a jump of the loss."""
-        loss = values.get("lm loss")
-        if loss is None or not math.isfinite(loss):
-            return
-        if len(self._losses) >= _ENOUGH:
-            middle = statistics.median(self._losses)
-            spread = 1.4826 * statistics.median(abs(x - middle) for x in self._losses)
-            if loss - middle > max(_DEVIATIONS * spread, _SHARE * middle):
-                self.jump = {
-                    "iteration": iteration,
-                    "event": "jump",
-                    "loss": loss,
-                    "median": middle,
-                }
-                if self._jumped is not None:
-                    self._jumped(iteration)
-                return  # it is no measure for the next ones
-        self._losses.append(loss)
+    def _watch(self, record: dict[str, Any]) -> None:
+        """Notice a jump of the loss or of the gradient norm."""
+        for key, (name, deviations, share) in _WATCHED.items():
+            value, usual = record.get(key), self._usual[key]
+            if value is None or not math.isfinite(value):
+                continue
+            if len(usual) >= _ENOUGH:
+                middle = statistics.median(usual)
+                spread = 1.4826 * statistics.median(abs(x - middle) for x in usual)
+                if value - middle > max(deviations * spread, share * middle):
+                    if self.jump is None:
+                        step = record["iteration"]
+                        self.jump = {"iteration": step, "event": "jump"}
+                        self.jump |= {name: value, "median": middle}
+                        if self._jumped is not None:
+                            self._jumped(step)
+                    self._row[key] += 1
+                    if self._row[key] < _LEVEL:
+                        continue  # it is no measure for the next ones
+                    usual.clear()
+            self._row[key] = 0
+            usual.append(value)
 
     def _write_step(
         self,
@@ -261,7 +268,7 @@ class Recorder:
                 record["share_of_peak"] = round(speed / self._peak, 5)
         self._write(record)
         self._send(iteration, dict(scalars(record)))
-        self._watch(iteration, values)
+        self._watch(record)
         if self.echo:
             print(f" iteration {iteration} | {_text(values)} | {seconds * 1000:.1f} ms", flush=True)
 
@@ -559,7 +566,7 @@ def evaluations(path: Path) -> dict[int, float]:
 
 
 def jumps(path: Path) -> list[int]:
-    """Steps at which the loss jumped. Args and errors are those of `read`."""
+    """Steps at which the loss or the gradient norm jumped. Args and errors are those of `read`."""
     return [r["iteration"] for r in _records(path) if r.get("event") == "jump"]
 
 

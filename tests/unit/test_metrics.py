@@ -242,6 +242,26 @@ def test_a_jump_is_told_with_its_micro_batch(tmp_path, capsys):
     assert "highest micro-batch: rank 0, sequence 30b (loss 10.0000)" in capsys.readouterr().out
 
 
+def test_a_jump_of_the_gradient_norm_alone(tmp_path, capsys):
+    jumped = []
+    writer = recorder(tmp_path / "metrics.jsonl", jumped=jumped.append)
+    for number in range(1, 61):
+        writer.suspects.append(metrics.MicroBatch(3.0 + number / 100, lambda n=number: f"no. {n}"))
+        # It varies and falls as in real runs; from step 50 on it is at another level for good.
+        norm = 2.0 / number**0.5 + 0.3 * (number % 4) + 10.0 * (number >= 50)
+        norm = {30: 8.0, 40: float("inf")}.get(number, norm)
+        wanted = writer.jump is not None
+        later = lambda w=wanted: writer.look_back(w) or {}  # noqa: E731
+        writer.step(number, {"lm loss": 3.0}, later, grad_norm=norm, skipped=int(number == 40))
+    writer.close()
+    rows = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = [r for r in rows if r.get("event") == "jump"]
+    assert [e["iteration"] for e in events] == jumped == [30, 50, 51, 52, 53, 54]
+    assert events[0]["gradient norm"] == 8.0 and "loss" not in events[0]
+    assert events[0]["samples"] == "no. 30"
+    assert "step 30: the gradient norm jumped to 8.0000 from" in capsys.readouterr().out
+
+
 def test_plot_refusals(tmp_path, capsys):
     assert metrics.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
