@@ -20,7 +20,7 @@ from megatron_patch.models.family import ModelSpec
 from megatron_patch.models.registry import get_family, load_config
 
 #: fp32 on both sides, the same formulas in another order of summation.
-TOLERANCE = 2e-5
+TOLERANCE = 1e-5
 
 #: Gated DeltaNet norms sums that nearly cancel: transformers' own float32 logits of the tiny model
 #: are 3.5e-5 away from its float64 ones, ours 4.5e-5.
@@ -300,7 +300,8 @@ def check_mtp(
         spread = float(reference.std())
         assert spread > 0.3
         worst = float((found - reference).abs().max()) / spread
-        tolerance = tolerance_of(spec)
+        # Depth n stands on n blocks more, each with the rounding of its own.
+        tolerance = tolerance_of(spec) * (1 + depth)
         assert worst < tolerance, f"MTP depth {depth}: logits differ by {worst:.1e} of their spread"
 
 
