@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 #: Gated DeltaNet norms sums that nearly cancel: transformers' own float32 logits of the tiny model
 #: are 3.5e-5 away from its float64 ones, ours 4.5e-5.
-DELTA_TOLERANCE = 3e-4
+DELTA_TOLERANCE = 2e-4
 
 GOLDEN = Path(__file__).parent / "golden"
 
