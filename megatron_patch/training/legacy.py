@@ -8,7 +8,6 @@ order is scored by how many values fit their place. Facts about the order of arg
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
@@ -232,6 +231,8 @@ def translate(
         if value is None or (name in ("CP", "EP", "ETP") and value == "1"):
             continue
         flags.append((flag, value))
+    if "SFT" not in order.names and "finetune" in order.scripts[0]:
+        _fine_tuning("true", call)
     for name in order.names:
         reader = _READERS.get(name)
         if reader and name in given:
@@ -296,7 +297,7 @@ def _offload(value: str, call: _Call) -> None:
 
 def _data(value: str, call: _Call) -> None:
     call.flags.append(("--data-path", *value.split()))
-    if call.environ.get("MP_DATASET_TYPE") == "raw":
+    if call.environ.get("MP_DATASET_TYPE") == "raw" and call.given.get("SFT") != "true":
         call.remarks.append(
             "MP_DATASET_TYPE=raw tokenised while training; convert the data to .bin/.idx first "
             "(megatron-patch preprocess) and name its prefix"
@@ -351,12 +352,10 @@ def _distributed(value: str, call: _Call) -> None:
 
 def _fine_tuning(value: str, call: _Call) -> None:
     if value == "true":
-        there = importlib.util.find_spec("megatron_patch.sft") is not None
+        call.flags.append(("--sft",))
         call.remarks.append(
-            "the call fine-tunes (SFT true): use the entry point megatron_patch.sft"
-            if there
-            else "the call fine-tunes (SFT true), which this version has no entry point for; the "
-            "command above pretrains"
+            "--sft: the call fine-tunes (SFT true), so its length and warm-up were iterations; "
+            "--data-path takes the chats themselves (.jsonl, .json, .parquet), which the run packs"
         )
 
 

@@ -102,7 +102,15 @@ def test_fine_tuning_counts_iterations() -> None:
     text = legacy.answer(variant(SFT="true", TOKENS="300", WARMUP_TOKENS="30"), None, {})
     flags = flags_of(text)
     assert flags["--train-iters"] == ["300"] and flags["--warmup-steps"] == ["30"]
-    assert "fine-tunes" in text and "megatron-patch pretrain" in text
+    assert flags["--sft"] == [] and "--train-tokens" not in flags
+    assert "fine-tunes" in text and "entry point" not in text
+    assert "--sft" not in flags_of(legacy.answer(FULL, None, {}))
+
+
+def test_scripts_that_only_fine_tune_say_so_too() -> None:
+    values = "dsw /repo 7B 1 1e-5 1e-6 128 128 0 bf16 1 1 sel true true true true /d /v none 2 /o"
+    flags = flags_of(legacy.answer(values.split(), "run_finetune_megatron_llama.sh", {}))
+    assert flags["--sft"] == [] and flags["--epochs"] == ["2"]
 
 
 def test_switches() -> None:
