@@ -25,6 +25,7 @@ from megatron_patch.convert.meta_model import CONTENT_METADATA
 from megatron_patch.convert.plan import Source, check_dtypes
 from megatron_patch.convert.rows import BUFFER, Copy, Files, forward_copy, moves_rows, row_bytes
 from megatron_patch.convert.rules import PadVocab, Rule, copy_differs
+from megatron_patch.convert.stream import Progress
 from megatron_patch.util import UserError
 
 if TYPE_CHECKING:
@@ -95,9 +96,14 @@ def load(stages: Sequence[Any], source: Source) -> None:
     trouble: str | None = None
     shared = _sharing(any(one.key == _EMBEDDING for one in held))
     embedding: Tensor | None = None
+    done, progress = 0, Progress(sum(one.work.nbytes for one in held))
+    first = torch.distributed.get_rank() == 0
     with Files() as files, torch.no_grad():
         reader = _Reader(source, files)
         for one in held:
+            if first:
+                progress.show(done)
+            done += one.work.nbytes
             if one.key == _EMBEDDING:
                 if embedding is not None:  # a stage that is both first and last keeps two
                     one.work.copy_(embedding)
@@ -135,6 +141,9 @@ def load(stages: Sequence[Any], source: Source) -> None:
     for words in everyone:
         if words is not None:
             raise UserError(words)
+    if first:
+        progress.end(done)
+        print(f"> weights of {source.folder}: {len(held)} tensors of rank 0", flush=True)
 
 
 def _held(stages: Sequence[Any], source: Source) -> list[_Held]:

@@ -224,6 +224,8 @@ def start(
             print("dry run: nothing was started or written")
             return 0
         resume.check_output(folder, start=True)
+        if world.leads and (folder / ".lock").exists():
+            resume.lock(folder).close()  # the ranks take it; here it is known a minute earlier
         if not options.no_check:
             require_meeting_point(world)
     except UserError as refusal:

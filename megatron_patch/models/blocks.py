@@ -129,6 +129,10 @@ MXFP4: Mapping[str, Format] = MappingProxyType(
 _FORMAT_NAMES = MappingProxyType({"fp8": "FP8 (e4m3) in blocks of 128 x 128", "mxfp4": "MXFP4"})
 
 
+#: How the note on random weights begins, which has no place in a run that starts from others.
+FROM_SCRATCH = "initialisation from scratch"
+
+
 def stored_weights(hf: HFConfig, notes: list[str], formats: Mapping[str, Format]) -> None:
     """Accepts weights stored in one of the formats, with scales, and no other."""
     found = hf.typed("quantization_config", None, dict)
@@ -208,7 +212,7 @@ def common(
         )
     std = hf.number("initializer_range", _POSITIVE)
     notes.append(
-        f"initialisation from scratch: std {std:g}; for the last projection of attention and MLP "
+        f"{FROM_SCRATCH}: std {std:g}; for the last projection of attention and MLP "
         f"Megatron divides it by sqrt(2 * layers), which transformers does not"
     )
     return {

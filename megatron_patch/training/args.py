@@ -662,7 +662,13 @@ def _join(
             source[dest] = f"{COMMAND_LINE} ({given.spelling})"
 
     rate = user.get("lr")
-    if rate is not None and rate.segment < max(g.segment for g in user.values()):
+    random = not (own.init_from or own.sft or plan.given("load"))
+    if (
+        random
+        and rate is not None
+        and rate.segment < max(g.segment for g in user.values())
+        and rate.value < 1e-4
+    ):
         plan.notes.append(
             f"--lr {rate.value:g} is the launcher's: right for going on from trained weights; from "
             "random ones 1e-4 to 1e-3 is usual"
@@ -1036,10 +1042,10 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
                 f"--load {load}: no checkpoint there ({TRACKER} is missing or empty). Check the "
                 "path; to resume, --output-dir alone is enough; for weights only use --init-from"
             )
-        if has_own:
+        if own.output_dir and os.path.realpath(load) != os.path.realpath(checkpoints):
             plan.notes.append(
-                f"--load {load} restarts from there at every requeue, although "
-                f"{own.output_dir} has its own checkpoint; --init-from would go on from it"
+                f"--load {load} restarts from there at every start, whatever checkpoints "
+                f"{own.output_dir} has by then; --init-from (weights alone) goes on from those"
             )
         if not plan.given("exit_on_missing_checkpoint"):
             put({"exit_on_missing_checkpoint": True}, LAUNCH_DEFAULT)
@@ -1066,6 +1072,10 @@ def _directories(plan: Plan, put: Callable[[Mapping[str, Any], str], None]) -> N
             if step is not None:
                 put({"ckpt_step": step}, f"{COMMAND_LINE} (--init-from)")
             resume.read(weights, values["ckpt_step"])
+    if own.init_from or own_load or has_own:
+        from megatron_patch.models.blocks import FROM_SCRATCH
+
+        plan.notes = [note for note in plan.notes if not note.startswith(FROM_SCRATCH)]
     if own_load or has_own:
         plan.start = resume.read(values["load"], values["ckpt_step"])
     _partial_loads(plan, has_own, own_load)

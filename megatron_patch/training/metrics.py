@@ -418,9 +418,16 @@ def log_step(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
         if RECORDER is not None:
-            _record(RECORDER, signature.bind(*args, **kwargs).arguments)
-        return original(*args, **kwargs)
+            _record(RECORDER, bound.arguments)
+        from megatron.training import get_args
+
+        if not bound.arguments["iteration"] % get_args().log_interval:
+            # Upstream keeps the first step's totals for the next line, also where its own line is
+            # due, and the second line is then the mean of two steps.
+            bound.arguments["is_first_iteration"] = False
+        return original(*bound.args, **bound.kwargs)
 
     return training_log
 

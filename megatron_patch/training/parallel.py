@@ -159,8 +159,8 @@ def _layout_refusals(values: Mapping[str, Any], world: int) -> Iterator[str]:
     if world % (tp * pp * cp):
         yield (
             f"{world} ranks do not divide by --tp {tp} x --pp {pp} x --cp {cp} = {tp * pp * cp}; "
-            f"use {math.ceil(world / (tp * pp * cp)) * tp * pp * cp} ranks or a layout whose "
-            f"product is one of {_divisors(world)}"
+            f"use {math.ceil(world / (tp * pp * cp)) * tp * pp * cp} ranks (--nproc-per-node, "
+            f"--nnodes) or a layout whose product is one of {_divisors(world)}"
         )
     elif world % (ep * etp * pp):
         yield (
@@ -762,7 +762,27 @@ def data_problems(plan: Plan) -> Iterator[str]:
     if not found.training and not plan.values["mock_data"]:
         yield "no data given: add --data-path PREFIX (of PREFIX.bin and PREFIX.idx)"
     for file in blend.missing(found):
-        yield f"{file} is not on this machine (seen from {os.getcwd()})"
+        yield f"{file} is not on this machine (seen from {os.getcwd()}){_meant(file)}"
+
+
+def _meant(file: str) -> str:
+    """What a name that is not there was meant to be, as far as its neighbours tell."""
+    prefix = os.path.splitext(file)[0]
+    if os.path.exists(prefix):
+        return (
+            f"; {prefix} is no tokenized data: PREFIX.bin and PREFIX.idx are, which "
+            "toolkits/pretrain_data_preprocessing/preprocess_data.py makes of it"
+        )
+    folder, name = os.path.split(prefix)
+    try:
+        beside = sorted(
+            entry[:-4]
+            for entry in os.listdir(folder or ".")
+            if entry.startswith(name) and entry.endswith(".idx") and entry != f"{name}.idx"
+        )
+    except OSError:
+        return ""
+    return f"; {', '.join(os.path.join(folder, e) for e in beside[:3])} is there" if beside else ""
 
 
 #: Bytes that upstream's index of the order of the data takes at least for each sample: document and
@@ -957,6 +977,7 @@ def _run(plan: Plan) -> dict[str, Any]:
             "samples": plan.run.samples,
             "tokens": plan.run.tokens,
             "epochs": plan.run.epochs,
+            "sft": plan.own.sft,
             "sources": [dataclasses.asdict(reading) for reading in plan.readings],
         }
     return out
@@ -1348,7 +1369,8 @@ def _rows(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
             )
         )
     if "iters" in run:
-        epochs = f"{run['epochs']:.4g} epochs" if run["epochs"] else "epochs unknown (no data here)"
+        why = "the chats are not packed yet" if run["sft"] else "no data here"
+        epochs = f"{run['epochs']:.4g} epochs" if run["epochs"] else f"epochs unknown ({why})"
         rows.append(
             (
                 "run",

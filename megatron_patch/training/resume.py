@@ -6,12 +6,13 @@ is named before the first GPU second, alike on every rank.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_patch.patches.tracker_file import TRACKER, check_tracker
 from megatron_patch.util import UserError
@@ -63,6 +64,26 @@ def check_output(output: str | os.PathLike[str], *, start: bool = False) -> None
                     "get the rights"
                 )
             start = False  # what is above the nearest directory need not be written to
+
+
+def lock(output: Path) -> IO[bytes]:
+    """Hold a run directory, which one run at a time may write, until the file is closed.
+
+    Raises:
+        UserError: another process of this or another node holds it.
+    """
+    handle = (output / ".lock").open("ab")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise UserError(
+            f"another run is writing {output} at this moment; wait for it or give another "
+            "--output-dir"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return handle
 
 
 def steps(directory: str | os.PathLike[str]) -> list[str]:

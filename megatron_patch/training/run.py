@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import functools
 import importlib
+import logging
 import math
 import os
 import re
@@ -36,6 +36,11 @@ from megatron_patch.util import (
 if TYPE_CHECKING:
     from megatron_patch.training import keep
     from megatron_patch.training.args import Plan
+
+
+#: It lists every parameter of every gradient bucket: hundreds of lines before the first step.
+#: `--logging-level 20` brings them back.
+_LISTS_PARAMETERS = "megatron.core.distributed.param_and_grad_buffer"
 
 
 @dataclass(frozen=True)
@@ -277,6 +282,7 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
 
     started = time.time()
     startup.begin()
+    plan: Plan | None = None
     try:
         _single_process()
         if {"dry_run", "json"} & set(flags.parse(argv)):
@@ -292,8 +298,46 @@ def train(recipe: Recipe, argv: Sequence[str]) -> int:
         return error.status
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print("> interrupted; the same command goes on from the last checkpoint", flush=True)
+            print(f"> interrupted; {_way_on(plan)}", flush=True)
         return 130
+
+
+def _announced(datasets: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    """Upstream's dataset provider, which is the first call after the weights are in place.
+
+    Upstream says of a run directory without a checkpoint that the run starts from random weights.
+    """
+    if plan.start is not None or not plan.own.init_from:
+        return datasets
+
+    @functools.wraps(datasets)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if rank_and_world()[0] == 0:
+            print(f"> step 0 has the weights of {plan.own.init_from}, nothing random", flush=True)
+        return datasets(*args, **kwargs)
+
+    return call
+
+
+def _way_on(plan: Plan | None) -> str:
+    """What the same command will do after Ctrl-C, which saves nothing."""
+    from megatron_patch.training import metrics, resume
+
+    if plan is None or not plan.own.output_dir:
+        return "nothing was saved"
+    try:
+        last = resume.latest(os.path.join(plan.own.output_dir, "checkpoints"))
+    except UserError as problem:
+        return str(problem)
+    done = metrics.RECORDER.iteration if metrics.RECORDER is not None else None
+    if last is None:
+        return (
+            "no checkpoint was saved yet, so the same command begins anew (SIGTERM to the launcher "
+            "saves one, then ends)"
+        )
+    step = 0 if last == "release" else int(last[5:])
+    again = f", {done - step} steps are done again" if done is not None and done > step else ""
+    return f"the same command goes on from the checkpoint of step {step}{again}"
 
 
 def _leave_no_orphans() -> None:
@@ -377,6 +421,8 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             adjust=functools.partial(recipe.adjust, plan=plan) if recipe.adjust else None,
             report=True,
         )
+    if args.logging_level is None and "MEGATRON_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger(_LISTS_PARAMETERS).setLevel(logging.WARNING)
     startup.mark("arguments")
     keeper = _keeper(plan, output) if rank == 0 and output is not None else None
     if output is not None and int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size:
@@ -413,7 +459,7 @@ def _run(recipe: Recipe, plan: Plan, started: float) -> int:
             _compat.pretrain(
                 args,
                 config,
-                startup.ends("weights and optimizer", recipe.datasets),
+                startup.ends("weights and optimizer", _announced(recipe.datasets, plan)),
                 startup.ends("data", recipe.forward_step),
                 warm_up=plan.device == "cpu",
             )
@@ -625,7 +671,7 @@ def _prepare(output: Path) -> None:
     try:
         for name in resume.FOLDERS:
             (output / name).mkdir(parents=True, exist_ok=True)
-        _lock(output)
+        _LOCKS.append(resume.lock(output))
     except OSError as problem:
         raise UserError(f"--output-dir {output}: {problem.filename}: {problem.strerror}") from None
     # Asks nvidia-smi and imports packages in child processes: seconds that training need not wait.
@@ -669,25 +715,6 @@ def _first_step(output: Path | None, plan: Plan) -> None:
 
 #: Open for as long as the process lives; holds the lock of its run directory.
 _LOCKS: list[IO[bytes]] = []
-
-
-def _lock(output: Path) -> None:
-    """One run at a time in a run directory.
-
-    Raises:
-        UserError: another process of this or another node holds it.
-    """
-    handle = (output / ".lock").open("ab")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"another run is writing {output} at this moment; wait for it or give another "
-            "--output-dir"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    _LOCKS.append(handle)
 
 
 def finished(plan: Plan) -> int | None:

@@ -176,6 +176,8 @@ def test_training_starts_from_it(
         assert held * 0.9 < read < 1.1 * held
         # Beside the weights, a few looks at the headers, in blocks of the file buffer.
         assert all(value.pop("headers") < held for value in result.values)
+        log = result.logs[0].read_text()
+        assert f"> weights of {start.hf}: " in log and "Params for bucket" not in log
     else:
         result = ranks.run(
             "tests.dist.jobs:train", world, tmp_path / "job", argv=argv, weights=True

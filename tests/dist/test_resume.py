@@ -7,6 +7,7 @@ The optimizer is the distributed Adam throughout. Losses are the raw ones of `me
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -260,6 +261,12 @@ def test_weights_only_starts_anew(
     for key in ("iteration", "learning_rate", "consumed_samples"):
         assert [row[key] for row in records] == [row[key] for row in whole.records][:5], key
     assert records[0]["lm loss"] < whole.records[0]["lm loss"] - 0.1, "trained weights"
+    log = (tmp_path / "b" / "rank0.log").read_text()
+    assert f"> step 0 has the weights of {whole.output}, nothing random" in log
+    assert "initialisation from scratch" not in log
+    shown = [float(x) for x in re.findall(r"iteration .*lm loss: (\S+)", log)]
+    # Every line is of its own step; upstream's second one was the mean of two.
+    assert shown == pytest.approx([row["lm loss"] for row in records], rel=1e-6)
     # From then on the run's own checkpoint counts, not --init-from.
     records = train(ranks, tmp_path / "d", 1, argv)
     assert [row["iteration"] for row in records] == list(range(1, 11))

@@ -514,6 +514,22 @@ def test_init_from(hf: str, tmp_path: Path) -> None:
         plan(hf, "--init-from", str(weights))
 
 
+def test_what_a_start_from_weights_says(hf: str, tmp_path: Path) -> None:
+    weights, out = write_checkpoint(tmp_path / "weights"), str(tmp_path / "out")
+
+    def said(*argv: str) -> str:
+        return " ".join(plan(hf, "--output-dir", out, *argv).notes)
+
+    assert "initialisation from scratch" in said()
+    assert "initialisation from scratch" not in said("--init-from", str(weights))
+    loaded = said("--load", str(weights))
+    assert f"--load {weights} restarts from there at every start" in loaded
+    assert "initialisation from scratch" not in loaded
+    own = write_checkpoint(Path(out) / "checkpoints")
+    assert "initialisation from scratch" not in said()
+    assert "restarts from there" not in said("--load", str(own))
+
+
 def test_init_from_one_step(hf: str, tmp_path: Path) -> None:
     run = tmp_path / "run" / "checkpoints"
     write_checkpoint(run, 50)

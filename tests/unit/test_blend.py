@@ -239,6 +239,16 @@ def test_data_that_is_elsewhere_is_a_warning_and_at_the_start_an_error(hf: str) 
     assert "no data given" in parallel.check(plan(hf), start=True).refusals[0]
 
 
+def test_what_a_wrong_prefix_was_meant_to_be(hf: str, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("{}")
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"tokens_text_document{suffix}").touch()
+    said = parallel.check(plan(hf, "--data-path", str(tmp_path / "tokens"))).warnings[0]
+    assert said.endswith(f"; {tmp_path}/tokens_text_document is there")
+    said = parallel.check(plan(hf, "--data-path", str(tmp_path / "text.jsonl"))).warnings[0]
+    assert f"{tmp_path}/text.jsonl is no tokenized data" in said and "preprocess_data.py" in said
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

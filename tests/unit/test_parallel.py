@@ -91,9 +91,11 @@ def test_parameters_are_those_of_transformers(tmp_path: Path, name: str) -> None
         content.pop(key, None)
     content["model_type"] = result.model.family
     (Path(folder) / "config.json").write_text(json.dumps(content))
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder).get_text_config()
     further = len(result.model.mtp)
     config.num_hidden_layers += further
+    if getattr(config, "layer_types", None):
+        config.layer_types = [*config.layer_types, *["full_attention"] * further]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     padding = result.model.padded_vocab_size - result.model.true_vocab_size

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patch.patches.tracker_file import TRACKER
-from megatron_patch.training import args, run
+from megatron_patch.training import args, metrics, resume, run
 from megatron_patch.training.flags import USER_FLAGS_MARK
 from megatron_patch.util import UserError
 from tests.unit.checkpoints import write_checkpoint
@@ -223,6 +223,22 @@ def test_ckpt_step(hf: str, out: Path) -> None:
     assert result.start is not None and result.start.iteration == 50
     with pytest.raises(UserError, match=r"--ckpt-step 51: .*iter_0000051 is not there"):
         plan(hf, out, "--ckpt-step", "51")
+
+
+def test_one_run_at_a_time(out: Path) -> None:
+    with resume.lock(out), pytest.raises(UserError, match=f"another run is writing {out}"):
+        resume.lock(out)
+    resume.lock(out).close()
+
+
+def test_what_ctrl_c_costs(hf: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = metrics.Recorder(None, rank=0, world_size=1, pipeline=1)
+    monkeypatch.setattr(metrics, "RECORDER", recorder)
+    recorder.iteration = 112
+    words = "the checkpoint of step 100, 12 steps are done again"
+    assert run._way_on(plan(hf, out)).endswith(words)
+    assert "no checkpoint was saved yet" in run._way_on(plan(hf, out.with_name("new")))
+    assert run._way_on(None) == "nothing was saved"
 
 
 def test_torch_is_not_imported(hf: str, out: Path) -> None:
