@@ -54,9 +54,12 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         missing.append(f"the run's own arguments cannot be read ({problem})")
     args = getattr(common.get("args"), "__dict__", {})
     sizes: Counter[str] = Counter()
+    dtypes: Counter[str] = Counter()
     for key, entry in checkpoint.tensors.items():
         kind = "optimizer" if key.startswith(("optimizer", "chained_")) else "weights"
         sizes[kind] += sum(chunk.record.length for chunk in entry.chunks)
+        if kind == "weights":
+            dtypes[entry.dtype] += entry.nbytes
     records = {chunk.record.path for e in checkpoint.tensors.values() for chunk in e.chunks}
     form = "none"
     if sizes["optimizer"]:
@@ -67,7 +70,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "step": common.get("iteration", _step_of(checkpoint.folder)),
         "samples": args.get("consumed_train_samples"),
         "layout": {name: args[dest] for dest, name in _LAYOUT if args.get(dest)},
-        "precision": next((p for p in ("bf16", "fp16") if args.get(p)), "fp32"),
+        # Of the weights that are there: the arguments of a conversion say nothing of them.
+        "dtypes": dict(dtypes.most_common()),
         "optimizer": form,
         "tensors": len(checkpoint.tensors),
         "weights_bytes": sizes["weights"],
@@ -168,6 +172,13 @@ def _steps(directory: Path) -> list[str]:
     return []
 
 
+def _shares(dtypes: dict[str, int]) -> str:
+    """``bfloat16``, or where there are several: ``bfloat16 13.4 MiB, float32 512 B``."""
+    if len(dtypes) < 2:
+        return "".join(dtypes)
+    return ", ".join(f"{name} {human_bytes(size)}" for name, size in dtypes.items())
+
+
 def _show(directory: Path, as_json: bool) -> int:
     checkpoint = dist_io.read_checkpoint(dist_io.find_checkpoint(directory), whole=False)
     found = describe(checkpoint)
@@ -181,8 +192,8 @@ def _show(directory: Path, as_json: bool) -> int:
         ("step", "a converted model" if found["step"] is None else found["step"]),
         ("sequences read", found["samples"]),
         ("written by", layout),
-        ("precision", found["precision"] if layout else None),
         ("weights", f"{human_bytes(found['weights_bytes'])} in {found['files']} files"),
+        ("of dtype", _shares(found["dtypes"])),
         ("optimizer", f"{human_bytes(found['optimizer_bytes'])}, {found['optimizer']}"),
         ("tensors", found["tensors"]),
     )
@@ -199,7 +210,7 @@ def _show(directory: Path, as_json: bool) -> int:
 def _verify(directory: Path, workers: int) -> int:
     checkpoint = dist_io.read_checkpoint(dist_io.find_checkpoint(directory))
     total = sum(record.length for _, record in _records(checkpoint))
-    started = said = time.monotonic()
+    started = told = time.monotonic()
     summed = bare = bad = 0
     every = 0.5 if sys.stderr.isatty() else 30.0
     for summed, bare, damage in verify(checkpoint, workers):
@@ -207,8 +218,8 @@ def _verify(directory: Path, workers: int) -> int:
             bad += 1
             print(f"DAMAGED {damage}", flush=True)
         now = time.monotonic()
-        if now - said >= every:
-            said = now
+        if now - told >= every:
+            told = now
             rate = (summed + bare) / (now - started)
             left = (total - summed - bare) / max(rate, 1)
             end = "\r" if sys.stderr.isatty() else "\n"
@@ -216,15 +227,18 @@ def _verify(directory: Path, workers: int) -> int:
             text += f"{left:.0f} s left"
             print(text, end=end, file=sys.stderr, flush=True)
     seconds = max(time.monotonic() - started, 1e-9)
+    said = f"{human_bytes(summed)} read and compared"
+    if bare:
+        said += f"; {human_bytes(bare)} without a checksum are only known to be there, whole"
+    print(
+        f"{'FAIL' if bad else 'PASS'}: {checkpoint.folder}: {said}; {bad} damaged; "
+        f"{seconds:.1f} s ({human_bytes(summed / seconds)}/s)"
+    )
     if bare:
         print(
-            f"{human_bytes(bare)} carry no checksum (a conversion wrote them); "
-            "`megatron-patch convert verify` compares them with the Hugging Face files"
+            "A conversion writes no checksums; `megatron-patch convert verify` compares its bytes "
+            "with the Hugging Face files"
         )
-    print(
-        f"{'FAIL' if bad else 'PASS'}: {checkpoint.folder}: {human_bytes(summed)} read and "
-        f"compared in {seconds:.1f} s ({human_bytes(summed / seconds)}/s), {bad} damaged"
-    )
     return 1 if bad else 0
 
 
@@ -236,7 +250,7 @@ def main(argv: list[str]) -> int:
         "show", help="step, layout, optimizer format, sizes, missing files, other steps"
     )
     show.add_argument("--json", action="store_true", help="for programs")
-    check = commands.add_parser("verify", help="compare every byte with its checksum")
+    check = commands.add_parser("verify", help="compare every byte that has a checksum with it")
     check.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), metavar="N")
     for command in (show, check):
         command.add_argument("directory", type=Path, help="a run, its checkpoints/, or one step")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from megatron_patch.convert import (
     commands,
     dist_io,
     hf_io,
+    inspect,
     meta_model,
     plan,
     rules,
@@ -31,7 +33,7 @@ from megatron_patch.convert import (
     verify,
 )
 from megatron_patch.convert.meta_model import CheckpointLayout, checkpoint_layout
-from megatron_patch.util import UserError
+from megatron_patch.util import UserError, human_bytes
 
 #: The reports' F1 (GQA, biases, tied), F2 (explicit head size, QK-norm, untied), F3 (experts).
 MODELS: dict[str, dict[str, Any]] = {
@@ -248,6 +250,24 @@ def test_dtype(given: str, wanted: str, tmp_path: Path) -> None:
     expected = {n: t.to(target) for n, t in tensors.items()}
     assert same(expected, load(tmp_path / "back"))
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == name
+
+
+def test_show_and_checksums_of_a_conversion(tmp_path: Path, capsys: Any) -> None:
+    """Its own dtype, and no checksum is claimed for bytes that carry none."""
+    hf, out = source(tmp_path / "hf", "f2", dtype=torch.bfloat16), tmp_path / "mcore"
+    assert to_megatron(hf, out) == 0
+    capsys.readouterr()
+    assert inspect.main(["show", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "of dtype        bfloat16\n" in shown and "fp32" not in shown
+    assert inspect.main(["show", "--json", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["dtypes"]) == ["bfloat16"]
+    assert inspect.main(["verify", str(out)]) == 0
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert verdict.startswith(f"PASS: {out}") and "; 0 damaged" in verdict
+    (bare,) = re.findall(r"; (\S+ \S+) without a checksum", verdict)
+    assert bare == human_bytes(found["dtypes"]["bfloat16"])
 
 
 def test_random_bits_survive(tmp_path: Path) -> None:
