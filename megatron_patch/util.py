@@ -156,6 +156,11 @@ def _umask() -> int:
     return current
 
 
+def column(text: str, width: int) -> str:
+    """The left part of a line, padded to ``width``; two blanks behind one that fills it."""
+    return text.ljust(width) if len(text) < width else f"{text}  "
+
+
 def human_bytes(count: float) -> str:
     """``count`` bytes in binary units: ``1536`` -> ``"1.5 KiB"``, ``512`` -> ``"512 B"``."""
     if abs(count) < 1024:

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_patch import _compat
-from megatron_patch.util import UserError
+from megatron_patch.util import UserError, column
 
 #: Raise when the content of a prepared directory changes: older ones are then made anew.
 FORMAT = 3
@@ -401,7 +401,9 @@ def report(output_dir: Path, plan: Schedule, script: str) -> str:
     )
     for what, name in produced:
         path = output_dir / name
-        lines.append(f"  {what + ':':<22}{path}" + ("" if path.exists() else "  (not written)"))
+        lines.append(
+            f"  {column(what + ':', 22)}{path}" + ("" if path.exists() else "  (not written)")
+        )
     python = [sys.executable]
     if _compat.installed_version("megatron-patch") is None:
         root = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_patch.training import args
 from megatron_patch.training.flags import USER_FLAGS_MARK, parse
-from megatron_patch.util import UserError
+from megatron_patch.util import UserError, column
 
 ENVIRONMENTS = ("single", "torchrun", "dlc", "slurm", "mpi")
 
@@ -175,7 +175,7 @@ def help_text(script: str, *, everything: bool = False) -> str:
         "Where to run, and how (the launcher keeps these):",
     ]
     for flag in LAUNCHER_FLAGS:
-        lines.append(f"  {flag.name} {flag.metavar:<{31 - len(flag.name)}}{flag.help}")
+        lines.append(column(f"  {flag.name} {flag.metavar}", 34) + flag.help)
         if flag.aliases:
             lines.append(f"{'':<34}also {' '.join(flag.aliases)}")
     head, _, training = args.help_text(script, everything).partition("\n\n")

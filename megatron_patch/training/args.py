@@ -38,7 +38,7 @@ from megatron_patch.training.flags import (
     number_problem,
     parse,
 )
-from megatron_patch.util import UserError, human_count
+from megatron_patch.util import UserError, column, human_count
 
 if TYPE_CHECKING:
     from megatron_patch.convert.plan import Source
@@ -1527,7 +1527,7 @@ def help_text(program: str, everything: bool = False) -> str:
             text += f" [{flag.default}]" if flag.default else ""
             text += f"; also {' '.join(flag.aliases)}" if flag.aliases else ""
             first, *more = textwrap.wrap(text, 66, break_on_hyphens=False, break_long_words=False)
-            lines.append(f"{head:<34}{first}")
+            lines.append(column(head, 34) + first)
             lines += [f"{'':<34}{line}" for line in more]
         lines.append("")
     lines.append("One of --train-tokens, --train-iters, --train-samples, --epochs is needed.")
@@ -1537,10 +1537,10 @@ def help_text(program: str, everything: bool = False) -> str:
         lines += ["", "Launch defaults (below the model config and your flags):"]
         for row in LAUNCH_DEFAULTS:
             value = "as needed" if callable(row.value) else row.value
-            lines.append(f"  {row.dest:<38}{value!s:<18}{row.reason}")
+            lines.append(f"  {column(row.dest, 38)}{column(str(value), 18)}{row.reason}")
         lines += ["", "On CPU ranks:"]
         for row in CPU_DEFAULTS:
-            lines.append(f"  {row.dest:<38}{row.value!s:<18}{row.reason}")
+            lines.append(f"  {column(row.dest, 38)}{column(str(row.value), 18)}{row.reason}")
         version = _compat.installed_version("megatron-core") or "not installed; snapshot"
         lines += ["", f"Megatron's flags (megatron-core {version}):"]
         for upstream in _compat.flag_table():

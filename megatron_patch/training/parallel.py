@@ -38,7 +38,7 @@ from megatron_patch.training.args import (
 )
 from megatron_patch.training.flags import DEVICES, FP8_RECIPES, flag_name
 from megatron_patch.training.memory import Memory, Sizes, Traffic
-from megatron_patch.util import UserError, human_bytes, human_count
+from megatron_patch.util import UserError, column, human_bytes, human_count
 
 if TYPE_CHECKING:
     from megatron_patch.models.family import ModelSpec
@@ -1423,7 +1423,7 @@ def render(report: Report, notes: list[str], color: bool) -> str:
     lines = []
     for title, rows in _rows(report):
         lines.append(title)
-        lines += [f"  {name:<16}{value}" for name, value in rows]
+        lines += [f"  {column(name, 16)}{value}" for name, value in rows]
     lines += [f"note: {note}" for note in notes]
     lines += [f"warning: {text}" for text in report.warnings]
     lines += [f"refused: {text}" for text in report.refusals]

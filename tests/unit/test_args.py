@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -725,6 +726,9 @@ def test_help_names_every_own_flag_and_alias() -> None:
     everything = args.help_text("x", everything=True)
     assert all(f.options[0] in everything for f in _compat.flag_table())
     assert max(map(len, text.splitlines())) <= 100
+    for flag in OWN_FLAGS:  # a full left column, too, ends in a blank
+        head = re.escape(f"  {flag.name} {flag.metavar}".rstrip())
+        assert re.search(rf"^{head} +\S", text, re.M), flag.name
 
 
 def test_own_fields_and_flags_match() -> None:

@@ -603,6 +603,9 @@ def test_terminal_output_says_the_same(tmp_path: Path) -> None:
     for line in plain.splitlines():
         for word in line.split():
             assert word in squeezed
+    ours = {"prefix": "/d/tokens_text_document", "share": 0.7, "tokens": None, "epochs": None}
+    report.run["sources"] = [ours, ours]
+    assert "\n  tokens_text_document  70.0% of" in parallel.render(report, [], color=False)
     assert math.isfinite(len(plain))
 
 
