@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,6 +122,9 @@ def export(plan: Plan) -> None:
         raise UserError("--save-hf needs --hf-model: configuration and tokenizer come from there")
     last = dist_io.find_checkpoint(checkpoints)
     _export_step(plan, last, "")
+    if plan.own.sft:
+        place = shlex.quote(str(run))
+        print(f"> next: megatron-patch generate --load {place} --chat --prompt '...'", flush=True)
     shutil.rmtree(run / "hf-best", ignore_errors=True)
     if which == "every":
         for step in sorted(checkpoints.glob("iter_*")):
