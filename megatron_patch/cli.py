@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from types import MappingProxyType
 
-import typer
-from typer.core import TyperCommand, TyperGroup
-
 from megatron_patch import __version__
-from megatron_patch.util import UserError
+from megatron_patch.util import UserError, after_closed_pipe
+
+
+def _lacking(package: str | None) -> int:
+    """Say that a package of the plain installation is not there; the exit status."""
+    from megatron_patch.info import install_line
+
+    line = f"error: the Python package {package} is not installed: {install_line()}"
+    print(line, file=sys.stderr)
+    return 2
+
+
+try:
+    import typer
+    from typer.core import TyperCommand, TyperGroup
+except ModuleNotFoundError as lacking:  # not installed, of which `info` must not be silent
+    sys.exit(_lacking(lacking.name))
 
 #: Command -> ("package.module:function", one line). ``function(argv) -> exit status``.
 COMMANDS = MappingProxyType(
@@ -94,10 +106,12 @@ def call(name: str, argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # `megatron-patch patches | head`: nobody reads any more. Keep the interpreter's own flush
-        # at exit from complaining about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return after_closed_pipe()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", __package__):
+            raise
+        return _lacking(package)
     except OSError as error:
         if error.filename is None:
             raise

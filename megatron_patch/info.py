@@ -75,7 +75,7 @@ class Part:
     required: bool = False
 
 
-def _install(extra: str = "", *options: str) -> str:
+def install_line(extra: str = "", *options: str) -> str:
     """The pip line for this project, which is installed from its checkout and on no index."""
     root = Path(__file__).resolve().parents[1]
     here = (root / "pyproject.toml").is_file()
@@ -83,7 +83,7 @@ def _install(extra: str = "", *options: str) -> str:
     return " ".join(["pip install", *options, "-e", place]) + ("" if here else " in the checkout")
 
 
-_PLAIN = _install()
+_PLAIN = install_line()
 
 PARTS: tuple[Part, ...] = (
     Part("megatron-core", "megatron-core", "megatron.core", "everything", _PLAIN, True),
@@ -94,13 +94,13 @@ PARTS: tuple[Part, ...] = (
     Part("sentencepiece", "sentencepiece", "sentencepiece", "*.model tokenizers", _PLAIN, True),
     Part("numpy", "numpy", "numpy", "everything", _PLAIN, True),
     Part("triton", "triton", "triton", "fused GPU kernels of torch and fla", "comes with torch"),
-    Part("gigatoken", "gigatoken", "gigatoken", "the fastest preprocessing", _install("fast")),
+    Part("gigatoken", "gigatoken", "gigatoken", "the fastest preprocessing", install_line("fast")),
     Part(
         "flash-linear-attention",
         "flash-linear-attention",
         "fla",
         "Gated DeltaNet layers (Qwen3-Next, Qwen3.5)",
-        _install("fla"),
+        install_line("fla"),
     ),
     Part("tiktoken", "tiktoken", "tiktoken", "tiktoken vocabularies", "pip install tiktoken"),
     Part("zstandard", "zstandard", "zstandard", "reading *.zst text", "pip install zstandard"),
@@ -125,7 +125,7 @@ GPU_PARTS: tuple[Part, ...] = (
         "transformer_engine",
         "FP8, fused attention and layers at full speed (without: this library's torch modules)",
         # Its torch part is compiled against the torch that is installed.
-        _install("te-{cuda}", "--no-build-isolation"),
+        install_line("te-{cuda}", "--no-build-isolation"),
     ),
     Part(
         "flash-attn",

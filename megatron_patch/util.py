@@ -7,6 +7,7 @@ import ctypes
 import math
 import os
 import signal
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,15 @@ def _umask() -> int:
     current = os.umask(0o022)
     os.umask(current)
     return current
+
+
+def after_closed_pipe() -> int:
+    """Status of a program whose reader has gone (``... | head``), after nothing more is printed.
+
+    The interpreter's own flush at exit would complain about the pipe.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def column(text: str, width: int) -> str:

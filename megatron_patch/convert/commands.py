@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.convert.rows import DTYPE_NAMES
-from megatron_patch.util import Once, UserError, human_bytes, human_count
+from megatron_patch.util import Once, UserError, after_closed_pipe, human_bytes, human_count
 
 if TYPE_CHECKING:
     from megatron_patch.convert.plan import ExportPlan, ImportPlan
@@ -270,6 +270,8 @@ def _dashes(argv: Sequence[str]) -> list[str]:
 def _guarded(work: Callable[[], int]) -> int:
     try:
         return work()
+    except BrokenPipeError:
+        return after_closed_pipe()
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

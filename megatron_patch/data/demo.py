@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_patch import _compat
-from megatron_patch.util import UserError, column
+from megatron_patch.util import UserError, after_closed_pipe, column
 
 #: Raise when the content of a prepared directory changes: older ones are then made anew.
 FORMAT = 3
@@ -441,6 +441,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         prepared = prepare(folder)
+    except BrokenPipeError:
+        return after_closed_pipe()
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

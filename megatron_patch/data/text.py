@@ -32,7 +32,7 @@ import numpy.typing as npt
 from megatron_patch.data import idxmap, sources, tokenizers
 from megatron_patch.data.sources import NOUNS, Batch, Reading, Source, Task
 from megatron_patch.data.tokenizers import Proof, TextTokenizer, TokenizerRequest
-from megatron_patch.util import Once, UserError, human_bytes, human_count
+from megatron_patch.util import Once, UserError, after_closed_pipe, human_bytes, human_count
 
 _SAMPLE_SMALL = 400_000
 _SAMPLE_LARGE = 2_000_000
@@ -1077,6 +1077,8 @@ def guarded(run: Callable[[], object]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        return after_closed_pipe()
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -108,6 +108,29 @@ def test_version():
     assert run("--version").stdout.strip() == __version__
 
 
+@pytest.mark.parametrize("argv", [["info"], ["--help"]])
+def test_a_bare_python_is_told_what_is_missing(argv):
+    """``info`` is the command that says what is missing, so it cannot need it."""
+    code = (
+        "import sys; sys.modules['typer'] = None; sys.argv[0] = 'megatron-patch'\n"
+        "import runpy; runpy.run_module('megatron_patch', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "package typer is not installed: pip install -e " in done.stderr
+
+
+def test_a_package_that_a_command_lacks_is_one_sentence(monkeypatch, command, capsys):
+    command[0].main = lambda argv: __import__("megatron_patch_is_not_there.x")
+    assert program(monkeypatch, "probe") == 2
+    assert "package megatron_patch_is_not_there is not installed" in capsys.readouterr().err
+    command[0].main = lambda argv: __import__("megatron_patch.is_not_there")
+    with pytest.raises(ModuleNotFoundError):  # ours: a fault of this library
+        cli.call("probe", [])
+
+
 def test_closed_pipe_is_no_traceback():
     done = subprocess.run(
         f"set -o pipefail; {sys.executable} -m megatron_patch patches --group cpu | head -1",
