@@ -19,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_patch.data import packing, sft_store, sources, text
-from megatron_patch.data.chat import Encoder, Refused, Sample, without_nulls
+from megatron_patch.data.chat import Encoder, Refused, Sample, schema_of, without_nulls
 from megatron_patch.util import UserError, atomic_write
 
 _TRAINED, _DIM, _END = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
+#: Samples that are printed beyond those asked for, as the first of their file or schema.
+_FIRSTS = 20
 
 
 def colour(sample: Sample, decode: Callable[[Sequence[int]], str], *, coloured: bool = True) -> str:
@@ -56,6 +58,16 @@ def statistics(lengths: npt.NDArray[Any], trained: npt.NDArray[Any]) -> list[str
     return lines
 
 
+def plain_log_axis(axes: Any) -> None:
+    """A logarithmic x axis with plain numbers: 100, 200, 500, 1000; not powers of ten."""
+    from matplotlib import ticker
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:.0f}"))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+
+
 def histogram(
     path: str, lengths: npt.NDArray[Any], trained: npt.NDArray[Any], limit: int | None
 ) -> None:
@@ -74,7 +86,7 @@ def histogram(
     axes.hist(trained, bins=bins, alpha=0.6, label="of them trained")
     if limit is not None:
         axes.axvline(limit, color="black", linestyle="--", label=f"maximum {limit}")
-    axes.set_xscale("log")
+    plain_log_axis(axes)
     axes.set_xlabel("tokens")
     axes.set_ylabel("samples")
     axes.set_title(f"{lengths.size} samples")
@@ -91,8 +103,8 @@ def _encoded(
     counts: Counter[str],
     refused: list[str],
     most: int | None,
-) -> Iterator[tuple[str, Sample]]:
-    """Where each sample comes from, and the sample; ends with the block that reaches ``most``."""
+) -> Iterator[tuple[str, str, str, Sample]]:
+    """File, schema, place and the sample itself; ends with the block that reaches ``most``."""
     for source in sft_store.chat_files(job):
         noun, before = sources.NOUNS[source.form], 0
         for task in sources.tasks([source], sft_store.whole_records(), block=1 << 18):
@@ -102,12 +114,12 @@ def _encoded(
             outcomes, noted = encoder.encode(records)
             counts.update(noted)
             refused += [f"{source.path} {noun} {before + n + 1} {why}" for n, why in batch.bad]
-            for number, outcome in zip(batch.numbers, outcomes, strict=True):
+            for number, record, outcome in zip(batch.numbers, records, outcomes, strict=True):
                 where = f"{source.path} {noun} {before + number + 1}"
                 if isinstance(outcome, Refused):
                     refused.append(f"{where} {outcome}")
                 elif outcome is not None:
-                    yield where, outcome
+                    yield source.path, job.options.schema or schema_of(record), where, outcome
             before += batch.items
             if most is not None and counts["samples"] >= most:
                 return
@@ -121,16 +133,20 @@ def show(
     coloured: bool = True,
     most: int | None = None,
     pack_length: int | None = None,
-) -> None:
+) -> int:
     """Print samples and statistics.
 
     Args:
         job: What to read and how; nothing is written but the PNG.
-        count: Samples to print.
+        count: Samples to print; of each file and each schema the first is printed anyway, unless
+            this is 0.
         png: Where the histogram goes, or None.
         coloured: Colours, or brackets.
         most: Stop reading after so many samples, at the end of a block; None reads all.
         pack_length: Report how full packs of this length would be, or None.
+
+    Returns:
+        Records that were refused.
 
     Raises:
         UserError: Nothing to read, or no sample in it.
@@ -142,8 +158,14 @@ def show(
     refused: list[str] = []
     lengths: list[int] = []
     trained: list[int] = []
-    for where, sample in _encoded(job, encoder, counts, refused, most):
-        if len(lengths) < count:
+    seen: set[tuple[str, str]] = set()
+    printed = 0
+    for path, schema, where, sample in _encoded(job, encoder, counts, refused, most):
+        of_this = {("file", path), ("schema", schema)}
+        first = not of_this <= seen
+        seen |= of_this
+        if count and (printed < count or (first and printed < count + _FIRSTS)):
+            printed += 1
             head = f"--- {where}: {sample.ids.size} tokens, {int(sample.mask.sum())} trained"
             print(f"{_DIM}{head}{_END}" if coloured else head)
             print(colour(sample, decode, coloured=coloured))
@@ -156,7 +178,9 @@ def show(
     for line in refused[:10]:
         print(f"refused    {line}", file=sys.stderr)
     if refused:
-        print(f"refused    {len(refused)} records in all")
+        ends = "training ends at them; --on-bad-line skip leaves them out"
+        means = "left out" if job.skip_bad else ends
+        print(f"refused    {len(refused)} records in all ({means})")
     if not lengths:
         raise UserError("there is no sample to train on in this data.")
     all_lengths, all_trained = np.array(lengths), np.array(trained)
@@ -168,6 +192,7 @@ def show(
     if png is not None:
         histogram(png, all_lengths, all_trained, job.options.max_length)
         print(f"histogram  {png}")
+    return len(refused)
 
 
 def main(argv: list[str]) -> int:
@@ -182,16 +207,22 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("index", help="build the index of a run's data from the run's flags")
     shown = commands.add_parser(
-        "show", help="samples with trained tokens in colour, counts, lengths", allow_abbrev=False
-    )
+        "show", help="samples with trained tokens in colour, counts, lengths", allow_abbrev=False,
+        epilog="Exit status: 0; 1 where records were refused at which training would end "
+        "(--on-bad-line error, the default); 2 for a mistake in the call.",
+    )  # fmt: skip
     sft_store.add_flags(shown)
-    shown.add_argument("--samples", type=int, default=3, metavar="N", help="print so many (3)")
+    shown.add_argument(
+        "--samples", type=int, default=3, metavar="N",
+        help="print so many, and the first of each further file and schema (default: 3; 0: none)",
+    )  # fmt: skip
     shown.add_argument(
         "--max-samples", type=int, metavar="N", help="stop reading after so many (default: all)"
     )
     shown.add_argument(
         "--histogram", metavar="PNG", default="sft-lengths.png",
-        help="where the histogram goes (default: sft-lengths.png; '' draws none)",
+        help="where the histogram goes (default: sft-lengths.png in the folder where the command "
+        "is called; '' draws none)",
     )  # fmt: skip
     shown.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto",
@@ -200,10 +231,13 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(sft_store.dashed(argv))
     plain = args.color == "never" or "NO_COLOR" in os.environ or not sys.stdout.isatty()
 
+    refused = 0
+
     def run() -> None:
+        nonlocal refused
         if args.histogram and not Path(args.histogram).expanduser().absolute().parent.is_dir():
             raise UserError(f"--histogram {args.histogram}: its folder does not exist.")
-        show(
+        refused = show(
             sft_store.job_of(args, ""),
             count=args.samples,
             png=args.histogram or None,
@@ -212,4 +246,5 @@ def main(argv: list[str]) -> int:
             pack_length=args.max_length,
         )
 
-    return text.guarded(run)
+    status = text.guarded(run)
+    return status or int(bool(refused) and args.on_bad_line == "error")

@@ -287,11 +287,11 @@ def test_show(model, tmp_path, capsys):
     png = tmp_path / "h.png"
     flags = ["show", "--data-path", str(source), "--hf-model", str(model), "--samples", "2"]
     flags += ["--histogram", str(png), "--max-length", "600"]
-    assert show.main([*flags, "--color", "always"]) == 0
+    assert show.main([*flags, "--color", "always"]) == 1
     out, err = capsys.readouterr()
     assert "\x1b[30;42m<tool_call>" in out
     assert "line 31 has no assistant turn" in err
-    assert "refused    1 records" in out
+    assert "refused    1 records in all (training ends" in out
     assert "samples    " in out and "trained (" in out
     assert "% full" in out
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -299,12 +299,12 @@ def test_show(model, tmp_path, capsys):
     lengths = [len(ids) for ids, _ in expected(model, records(30))]
     assert int(table.split()[1]) == min(lengths)
     assert int(table.split()[-1]) == max(lengths)
-    assert show.main([*flags, "--color", "never"]) == 0
+    assert show.main([*flags, "--color", "never", "--on-bad-line", "skip"]) == 0
     out, _ = capsys.readouterr()
     assert "\x1b" not in out
     assert "⟦<tool_call>" in out and "<|im_end|>⟧" in out
     assert out.count("--- ") == 2
-    assert show.main([*flags, "--max-samples", "5"]) == 0
+    assert show.main([*flags, "--max-samples", "5"]) == 1
     out, _ = capsys.readouterr()
     stopped = int(out.split("stopped after ")[1].split()[0])
     assert stopped >= 5
@@ -312,3 +312,37 @@ def test_show(model, tmp_path, capsys):
     assert show.main(["show", "--data", "none", "--hf-model", str(model)]) == 2
     assert "does not exist" in capsys.readouterr().err
     assert "data" in cli.COMMANDS
+
+
+def test_show_prints_one_of_each_file_and_schema(model, tmp_path, capsys):
+    plain = {"prompt": "one", "completion": "two"}
+    first = jsonl(tmp_path / "a.jsonl", [*records(9), plain])
+    second = jsonl(tmp_path / "b.jsonl", records(5))
+    flags = ["show", "--data-path", str(first), str(second), "--hf-model", str(model)]
+    assert show.main([*flags, "--samples", "1", "--histogram", ""]) == 0
+    heads = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "--- " in line]
+    assert heads == [f"--- {first} line 1", f"--- {first} line 10", f"--- {second} line 1"]
+    assert show.main([*flags, "--samples", "0", "--histogram", ""]) == 0
+    assert "--- " not in capsys.readouterr().out
+
+
+def test_ticks_of_the_histogram_are_plain_numbers():
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    axes.hist([120, 900, 4000])
+    show.plain_log_axis(axes)
+    axes.set_xlim(100, 5000)
+    axes.figure.canvas.draw()
+    said = [label.get_text() for label in axes.get_xticklabels()]
+    assert {"100", "200", "1000", "5000"} <= set(said) and not any("$" in text for text in said)
+
+
+def test_show_into_a_closed_pipe(model, tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", records(400))
+    command = (
+        f"set -o pipefail; {sys.executable} -m megatron_patch data show --data-path {source} "
+        f"--hf-model {model} --samples 400 --histogram '' | head -1"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.stderr == "" and done.stdout.startswith("--- ")
