@@ -13,6 +13,7 @@ from megatron_patch.launch.mpi import help_text as mpi_help_text
 from megatron_patch.launch.mpi import run_mpi
 from megatron_patch.launch.node import Call, run
 from megatron_patch.launch.world import detect, probe
+from megatron_patch.training import legacy
 from megatron_patch.util import UserError
 
 
@@ -42,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
             defaults=tuple(arguments[4 : 4 + count]),
             user=tuple(arguments[4 + count :]),
         )
+        for note in legacy.unread(os.environ):
+            print(f"note: {note}", flush=True)
         return run(call) if arguments[0] == "run" else run_mpi(call)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

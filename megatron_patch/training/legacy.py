@@ -389,6 +389,26 @@ def _environment(call: _Call) -> None:
             )
 
 
+#: Variables that the old scripts read -> what to do instead.
+_VARIABLES: dict[str, str] = {
+    "MP_VP": "use --num-layers-per-virtual-pipeline-stage",
+    "MP_PP0_LAYERS": "use --decoder-first-pipeline-num-layers",
+    "MP_AC_LAYERS": "use --recompute-num-layers (or --cpu-offloading-num-layers)",
+    "MP_SFT_PACKING": "--sft packs, and --no-packing ends that",
+    "MP_DATASET_TYPE": "--sft reads chats as they are, pretraining reads .bin/.idx "
+    "(megatron-patch preprocess)",
+}
+
+
+def unread(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for every variable of the old scripts that is set, and that nobody reads now."""
+    return [
+        f"{name}={environ[name]} in the environment is not read; {instead}"
+        for name, instead in _VARIABLES.items()
+        if environ.get(name)
+    ]
+
+
 def command(translation: Translation, program: str | None = None) -> str:
     """The named command as shell text, one flag a line."""
     script = re.sub(r"\.sh$", "", program) + ".sh" if program else None

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from megatron_patch.launch import __main__ as launch
 from megatron_patch.training import legacy
 from megatron_patch.training.flags import parse
 
@@ -148,6 +149,24 @@ def test_exported_variables_become_flags() -> None:
     assert flags["--decoder-first-pipeline-num-layers"] == ["6"]
     assert flags["--num-layers-per-virtual-pipeline-stage"] == ["2"]
     assert "MP_DATASET_TYPE=raw" in text
+
+
+def test_exported_variables_are_named_beside_named_flags() -> None:
+    environ = {"MP_VP": "2", "MP_SFT_PACKING": "true", "MP_PYTHON": "x", "MP_AC_LAYERS": ""}
+    first, second = legacy.unread(environ)
+    assert first.startswith("MP_VP=2 in the environment is not read; use --num-layers-per-virtual")
+    assert second.startswith("MP_SFT_PACKING=true") and "--no-packing" in second
+    for said in legacy._VARIABLES.values():
+        for flag in re.findall(r"--[a-z-]+", said):
+            parse([flag] if flag in ("--sft", "--no-packing") else [flag, "2"])
+
+
+def test_a_launcher_says_which_variables_it_does_not_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MP_PP0_LAYERS", "6")
+    assert launch.main(["run", "pretrain", "run.sh", "0", "--lr", "1"]) == 2
+    assert "note: MP_PP0_LAYERS=6 in the environment" in capsys.readouterr().out
 
 
 def test_values_are_quoted() -> None:
