@@ -100,6 +100,15 @@ def require_length_and_data(world: World, flags: Flags) -> None:
         raise UserError(f"{problem}, node {world.node_rank}")
 
 
+def _would_not_start(world: World, flags: Flags) -> str:
+    """What a start on this machine would be refused for, although the plan is sound."""
+    try:
+        require_length_and_data(world, flags)
+    except UserError as problem:
+        return f"; as it is, a start here would be refused: {problem}"
+    return ""
+
+
 @dataclass(frozen=True)
 class Call:
     """What ``examples/_lib.sh`` hands over."""
@@ -221,7 +230,7 @@ def start(
             if status:
                 return status
         if options.dry_run:
-            print("dry run: nothing was started or written")
+            print(f"dry run: nothing was started or written{_would_not_start(world, checked)}")
             return 0
         resume.check_output(folder, start=True)
         if world.leads and (folder / ".lock").exists():

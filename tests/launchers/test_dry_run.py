@@ -362,6 +362,10 @@ def test_a_real_call_needs_length_and_data(
     flags: tuple[str, ...], message: str, place: Any
 ) -> None:
     assert re.search(message, refused(place.run(QWEN3, "--hf-model", str(place.model), *flags)))
+    done = place.run(QWEN3, "--hf-model", str(place.model), *flags, "--dry-run")
+    assert done.returncode == 0
+    last = done.stdout.splitlines()[-1]
+    assert re.search("nothing was started or written; as it is, a start here .*" + message, last)
     assert list(place.cwd.iterdir()) == []
 
 
