@@ -147,6 +147,31 @@ def _fits(name: str, value: str) -> bool:
     return re.fullmatch(_LOOKS.get(name, _WHOLE), value) is not None
 
 
+def _wanted(program: str | None) -> list[str]:
+    """Parts of the path of a script, without ``.sh``."""
+    return re.sub(r"\.sh$", "", program or "").split("/")
+
+
+def _orders(program: str | None) -> tuple[str, tuple[Order, ...]]:
+    """The family of a script and the orders that it may have been written in.
+
+    Those of its folder; where that is not known those of its name; else all.
+    """
+    *above, name = _wanted(program)
+    family = above[-1] if above else ""
+    for fitting in (f"^{re.escape(family)}/", f"/{re.escape(name)}$"):
+        found = tuple(o for o in ORDERS if any(re.search(fitting, s) for s in o.scripts))
+        if found:
+            return family, found
+    return "", ORDERS
+
+
+def _script(order: Order, program: str | None) -> str:
+    """The script of an order that a call means: of the same family where there is one."""
+    family, _ = _orders(program)
+    return next((s for s in order.scripts if s.startswith(f"{family}/")), order.scripts[0])
+
+
 def recognise(argv: Sequence[str], program: str | None = None) -> Order | None:
     """The order that ``argv`` was written for, or None where it is no old call.
 
@@ -156,7 +181,7 @@ def recognise(argv: Sequence[str], program: str | None = None) -> Order | None:
     """
     if not argv or argv[0] not in ("dsw", "dlc"):
         return None
-    wanted = re.sub(r"\.sh$", "", program or "").split("/")
+    wanted = _wanted(program)
 
     def score(order: Order) -> tuple[float, bool, bool]:
         fitting = sum(_fits(n, v) for n, v in zip(order.names, argv, strict=False))
@@ -167,7 +192,7 @@ def recognise(argv: Sequence[str], program: str | None = None) -> Order | None:
         complete = len(argv) == len(order.names)
         return (fitting - 2 * surplus + 1.5 * named + 1.5 * in_folder, complete, named)
 
-    return max(ORDERS, key=score)
+    return max(_orders(program)[1], key=score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +219,10 @@ class _Call:
 
 
 def translate(
-    order: Order, argv: Sequence[str], environ: Mapping[str, str] | None = None
+    order: Order,
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    program: str | None = None,
 ) -> Translation:
     """Turn the values of an old call into named flags.
 
@@ -202,11 +230,12 @@ def translate(
         order: From :func:`recognise`.
         argv: Positional values; the last ones may be missing.
         environ: Environment, in which the old scripts took further switches.
+        program: Name of the script that was called.
     """
     given = dict(zip(order.names, argv, strict=False))
     call = _Call(given, os.environ if environ is None else environ, [], [])
     flags, remarks = call.flags, call.remarks
-    folder = order.scripts[0].split("/")[0]
+    folder = _script(order, program).split("/")[0]
     flags.append(("--hf-model", f"/path/to/{folder}-{given.get('SIZE', 'SIZE')}"))
     remarks.append(
         "--hf-model: the Hugging Face directory of the model; its config.json gives every size "
@@ -424,11 +453,21 @@ def answer(
     order = recognise(argv, program)
     if order is None:
         return f"{argv[0]!r} is not a flag: every setting is named, see --help"
-    translation = translate(order, argv, environ)
+    counts = sorted({len(o.names) for o in _orders(program)[1]})
+    script = _script(order, program)
+    if len(argv) not in counts and not all(map(_fits, order.names, argv)):
+        # One too few somewhere in the middle: everything behind it stands in a wrong place.
+        return (
+            f"positional arguments are not taken any more, and {len(argv)} values fit no order of "
+            f"the old scripts ({script}.sh and its like took {' or '.join(map(str, counts))}): "
+            f"{' '.join(order.names)}. Nothing was started. Every setting is named now, see "
+            "--help; give the complete old call to see it with named flags"
+        )
+    translation = translate(order, argv, environ, program)
     remarks = "".join(f"\n  - {remark}" for remark in translation.remarks)
     return (
         f"positional arguments are not taken any more ({len(argv)} given, read in the order of "
-        f"{order.scripts[0]}.sh). Nothing was started. The same run with named flags:\n\n"
+        f"{script}.sh). Nothing was started. The same run with named flags:\n\n"
         f"{command(translation, program)}\n\nPlease check:{remarks}"
     )
 

@@ -94,6 +94,22 @@ def test_a_call_that_ends_early() -> None:
     assert "ends before LR, MIN_LR" in text
 
 
+def test_a_call_is_only_read_in_the_orders_of_its_family() -> None:
+    short = [*FULL[:12], *FULL[13:]]
+    text = legacy.answer(short, "/x/examples/qwen3/run_mcore_qwen3.sh", {})
+    assert (
+        "26 values fit no order" in text
+        and "(qwen3/run_mcore_qwen3.sh and its like took 27)" in text
+    )
+    assert "--hf-model" not in text and "qwen2" not in text
+    start = ["dsw", "8B", "1", "8"]
+    text = legacy.answer(start, "/x/examples/llama3_1/run_mcore_llama3_1.sh", {})
+    assert flags_of(text)["--hf-model"] == ["/path/to/llama3_1-8B"]
+    assert "read in the order of llama3_1/run_mcore_llama3_1.sh" in text
+    text = legacy.answer(FULL, "/x/examples/qwen3_next/run_mcore_qwen3_next.sh", {})
+    assert flags_of(text)["--hf-model"] == ["/path/to/qwen3_next-8B"]
+
+
 def variant(**changes: str) -> list[str]:
     order = legacy.ORDERS[0].names
     return [changes.get(name, value) for name, value in zip(order, FULL, strict=True)]
