@@ -522,6 +522,15 @@ def dashed(argv: Sequence[str]) -> list[str]:
     ]
 
 
+#: Flags of the older tool that change nothing here, and why.
+_WITHOUT_EFFECT = {
+    **{n: text.WITHOUT_EFFECT[n] for n in ("partitions", "dataset_impl")},
+    "keep_sequential_samples": "samples always keep their order",
+    "patch_tokenizer_type": "the tokenizer is the one in --hf-model",
+    "extra_vocab_size": "ids are the tokenizer's; --padded-vocab-size N counts more",
+}
+
+
 def main(argv: list[str]) -> int:
     """Entry point of the offline tool; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -535,7 +544,14 @@ def main(argv: list[str]) -> int:
         help="prefix: writes P_ids.bin/.idx, P_mask.bin/.idx and P.json",
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace an existing set")
+    for name in _WITHOUT_EFFECT:
+        switch = {"action": "store_true"} if name == "keep_sequential_samples" else {}
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, help=argparse.SUPPRESS, **switch)  # type: ignore[arg-type]
     args = parser.parse_args(dashed(argv))
+    for name, why in _WITHOUT_EFFECT.items():
+        if getattr(args, name):
+            print(f"note: --{name.replace('_', '-')} has no effect: {why}", file=sys.stderr)
 
     def run() -> None:
         if not args.output_path:

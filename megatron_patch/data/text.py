@@ -979,7 +979,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 #: Flags of the older tools that change nothing here, and why.
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     "partitions": "the input is cut at byte ranges, without partition files",
     "seq_length": "documents are stored whole; --seq-length belongs to training",
     "dataset_impl": "the format is always mmap",
@@ -1000,7 +1000,7 @@ def parse(argv: Sequence[str]) -> tuple[Job, bool]:
         for arg in argv
     ]
     args = build_parser().parse_args(dashed)
-    for name, reason in _WITHOUT_EFFECT.items():
+    for name, reason in WITHOUT_EFFECT.items():
         if getattr(args, name):
             print(f"note: --{name.replace('_', '-')} has no effect: {reason}", file=sys.stderr)
     if not args.output_path:

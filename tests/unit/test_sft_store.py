@@ -247,11 +247,15 @@ def test_the_tool(model, tmp_path):
     source = jsonl(tmp_path / "a.jsonl", records(9))
     done = subprocess.run(
         [sys.executable, str(TOOL), "--input", str(source), "--load", str(model), "--output-prefix",
-         str(tmp_path / "o"), "--seq-length", "600", "--on-overlong", "truncate"],
+         str(tmp_path / "o"), "--seq-length", "600", "--on-overlong", "truncate",
+         "--patch-tokenizer-type", "Qwen2Tokenizer", "--partitions", "1",
+         "--extra_vocab_size=421"],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "schema     messages (9)" in done.stdout
+    notes = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert notes == ["--partitions", "--patch-tokenizer-type", "--extra-vocab-size"]
     assert f"--data-path {tmp_path / 'o'}" in done.stdout
     assert len(open_samples(tmp_path / "o")) == 9
     done = subprocess.run(
