@@ -129,7 +129,6 @@ def test_weights_from_nowhere(runs: Runs, tmp_path: Path) -> None:
     for place, words in (
         (tmp_path / "nowhere", "no such directory"),
         (runs.folder, "neither a Megatron checkpoint"),
-        (runs.folder / "plain" / "checkpoints" / "iter_0000001", "name the directory above"),
     ):
         argv = runs.command("plain", tmp_path / "run", "--init-from", str(place))
         runs.refused(tmp_path / "job", argv, f"--init-from {place}", words)
