@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,20 +93,24 @@ def require_length_and_data(world: World, flags: Flags) -> None:
     Raises:
         UserError: no run length, no data, or data that is not on this node.
     """
+    for problem in _open_problems(world, flags):
+        raise UserError(f"{problem}, node {world.node_rank}")
+
+
+def _open_problems(world: World, flags: Flags) -> Iterator[str]:
     from megatron_patch.training import parallel
 
     plan = args.resolve(flags.argv(), world_size=world.size, device=world.device)
-    for problem in parallel.data_problems(plan):
-        raise UserError(f"{problem}, node {world.node_rank}")
+    yield from parallel.data_problems(plan)
 
 
 def _would_not_start(world: World, flags: Flags) -> str:
     """What a start on this machine would be refused for, although the plan is sound."""
     try:
-        require_length_and_data(world, flags)
-    except UserError as problem:
-        return f"; as it is, a start here would be refused: {problem}"
-    return ""
+        problem = next(_open_problems(world, flags), None)
+    except UserError as refusal:
+        problem = str(refusal)
+    return f"; as it is, a start here would be refused: {problem}" if problem else ""
 
 
 @dataclass(frozen=True)
